@@ -1,0 +1,159 @@
+"""Monte Carlo errors of the means of Stein features, from means over batches of draws."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import xarray as xr
+
+from ppl_ext import _arviz
+from ppl_ext.diagnostics.draws import ScoredDraws
+from ppl_ext.diagnostics.errors import TooFewDrawsError
+from ppl_ext.diagnostics.features import FloatArray, SteinBasis
+from ppl_ext.diagnostics.moments import Standardization, feature_sums
+
+MIN_BATCHES = 40
+"""Fewest batches of a test: with fewer, their covariance is too noisy for the nominal level."""
+
+BATCH_TAUS, MIN_BATCH_TAUS = 4, 2
+"""Length of a batch in autocorrelation times: the one aimed at, and the least."""
+
+MIN_EFFECTIVE_DRAWS = MIN_BATCHES * MIN_BATCH_TAUS
+
+_MAX_PIECES, _MAX_NUMBERS = 2**13, 2**25
+"""Bounds on the pieces of all chains together, and on pieces times features."""
+
+
+@dataclass(frozen=True)
+class FeatureSeries:
+    """Means of J features over all draws, and over short consecutive pieces of each chain.
+
+    Attributes
+    ----------
+    mean
+        Shape (J,): mean over all finite draws.
+    variance
+        Shape (J,): variance from draw to draw; zero for a constant feature.
+    pieces
+        Shape (chains, pieces, J): mean over each piece. The pieces end where the chain ends; the
+        first draws of a chain belong to none if the length does not divide the chain's.
+    piece_length
+        Number of draws in a piece.
+    n_draws
+        Number of finite draws.
+    """
+
+    mean: FloatArray
+    variance: FloatArray
+    pieces: FloatArray
+    piece_length: int
+    n_draws: int
+
+    @property
+    def mcse(self) -> FloatArray:
+        """Monte Carlo standard error of `mean`, shape (J,), from ArviZ's effective sample size.
+
+        The pieces have the same long-run variance as the draws, so the error of their mean is
+        that of the draws' mean.
+        """
+        series = xr.DataArray(self.pieces, dims=("chain", "draw", "feature"))
+        squared: FloatArray = self.pieces.var(axis=(0, 1)) / _arviz.ess(series).values
+        mcse: FloatArray = np.sqrt(np.where(self.variance > 0, squared, 0.0))
+        return mcse
+
+    def autocorrelation_time(self, mcse: FloatArray) -> float:
+        """Return the largest integrated autocorrelation time of a feature, in draws; 1 or more."""
+        moving = self.variance > 0
+        taus = mcse[moving] ** 2 * self.n_draws / self.variance[moving]
+        return float(max(1.0, taus.max(initial=1.0)))
+
+    def t(self, mcse: FloatArray) -> FloatArray:
+        """Return mean / mcse; infinite for a constant feature that is not zero."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return np.where(self.mean == 0.0, 0.0, self.mean / mcse)
+
+    def n_batches(self, pieces: int) -> int:
+        """Return the number of batches of so many pieces."""
+        n_chains, n_pieces, _ = self.pieces.shape
+        return int(n_chains * (n_pieces // pieces))
+
+    def batch_means(self, pieces: int) -> FloatArray:
+        """Return means over batches of so many pieces, shape (batches, J), chain after chain."""
+        _, n_pieces, n_features = self.pieces.shape
+        used = self.pieces[:, n_pieces % pieces :]
+        batches = used.reshape(self.n_batches(pieces), pieces, n_features)
+        return np.asarray(batches.mean(axis=1))
+
+    def pieces_per_batch(self, tau: float) -> int:
+        """Return the length of a batch in pieces: even, four autocorrelation times if it can be.
+
+        Raises
+        ------
+        TooFewDrawsError
+            If not even batches of two autocorrelation times leave `MIN_BATCHES` of them.
+        """
+        pieces = 2 * math.ceil(BATCH_TAUS * tau / (2 * self.piece_length))
+        while pieces > 2 and self.n_batches(pieces) < MIN_BATCHES:
+            pieces -= 2
+        enough = self.n_batches(pieces) >= MIN_BATCHES
+        if not enough or pieces * self.piece_length < MIN_BATCH_TAUS * tau:
+            raise TooFewDrawsError(
+                f"{self.n_draws} draws with an autocorrelation time of {tau:.1f} are "
+                f"{self.n_draws / tau:.0f} effective draws; the test needs {MIN_EFFECTIVE_DRAWS}, "
+                f"that is about {math.ceil(1.1 * MIN_EFFECTIVE_DRAWS * tau)} draws"
+            )
+        return pieces
+
+    def lugsail_ratio(self, pieces: int) -> FloatArray:
+        r"""Return how much larger the long-run variance is than that of batch means, shape (J,).
+
+        Batch means of length b underestimate the long-run variance of a positively correlated
+        series by a term in 1/b, which the lugsail combination :math:`2 V_b - V_{b/2}` of the
+        estimates at two lengths removes (Vats and Flegal, arXiv 1809.04541). This is the ratio of
+        that to :math:`V_b`; 1 for a constant feature.
+        """
+        long = self.batch_means(pieces).var(axis=0, ddof=1)
+        short = self.batch_means(pieces // 2).var(axis=0, ddof=1) / 2
+        # The combination may come out small or negative by chance, but hardly for a true ratio
+        # below one half: that would be a strongly antithetic feature.
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return np.where(long > 0, np.maximum(2 - short / long, 0.5), 1.0)
+
+
+def feature_series(
+    scored: ScoredDraws, transform: Standardization, basis: SteinBasis
+) -> FeatureSeries:
+    """Return the features' means over all draws and over pieces of the chains.
+
+    Raises
+    ------
+    TooFewDrawsError
+        If the chains are shorter than four draws.
+    """
+    n_chains, n = scored.finite.shape
+    if n < 4:
+        raise TooFewDrawsError(f"the chains have {n} draws each; at least 4 are needed")
+    budget = min(_MAX_PIECES, _MAX_NUMBERS // len(basis))
+    wanted = max(budget // n_chains, 16, math.ceil(4 * MIN_BATCHES / n_chains))
+    length = math.ceil(n / wanted)
+    n_pieces, rest = divmod(n, length)
+    # One segment for each piece, and before them one for the draws that fill no piece.
+    inside = rest + length * np.arange(n_pieces)
+    inside = np.concatenate([[0], inside]) if rest else inside
+    starts = (n * np.arange(n_chains)[:, None] + inside).reshape(-1)
+    totals = feature_sums(scored, transform, basis, starts)
+    mean = totals.sums.sum(axis=0) / scored.n_draws
+    square = totals.squares / scored.n_draws
+    variance = square - mean**2
+    # What rounding leaves of the variance of a constant feature is no variance.
+    variance[variance <= 1e-12 * square] = 0.0
+    segments = totals.sums.reshape(n_chains, len(inside), len(basis))
+    return FeatureSeries(
+        mean=mean,
+        variance=variance,
+        pieces=segments[:, len(inside) - n_pieces :] / length,
+        piece_length=length,
+        n_draws=scored.n_draws,
+    )

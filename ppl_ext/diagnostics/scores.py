@@ -1,0 +1,160 @@
+"""Unconstrained draws and their scores from the constrained draws of any model."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import numpy.typing as npt
+import xarray as xr
+
+from ppl_ext import _arviz
+from ppl_ext.diagnostics.draws import UNCONSTRAINED, score_group
+
+_DRAWS_AT_ONCE = 256
+
+
+def attach_scores(data: Any, model: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return `data` with the unconstrained draws of its posterior and their scores added.
+
+    The score is the gradient of the model's log joint density of the unconstrained coordinates,
+    with the log Jacobian of the constraining transformation. It is computed a few hundred draws
+    at a time. Deterministic sites are left out: they are functions of the others.
+
+    Parameters
+    ----------
+    data
+        InferenceData (ArviZ 0.2x) or DataTree (ArviZ 1.x) with a posterior that holds every
+        latent site of the model; it is left as it is.
+    model
+        The model that the draws are of.
+    *args, **kwargs
+        Arguments of the model, with its data.
+
+    Returns
+    -------
+    A container like `data` with the groups ``unconstrained_posterior`` and
+    ``unconstrained_posterior_score``. A site of the same shape on both sides keeps its dimensions
+    and coordinates; others have dimensions ``{name}_unc_dim_{i}``.
+
+    Raises
+    ------
+    TypeError
+        If `data` is no container of groups.
+    ValueError
+        If there is no posterior, the model has a discrete latent site, or a latent site is
+        missing in the posterior or has another shape there.
+
+    Warns
+    -----
+    UserWarning
+        If draws have no finite unconstrained coordinates or scores: they lie on the boundary of
+        their support, to the precision in which they are stored. The diagnostics leave them out.
+
+    Examples
+    --------
+    >>> import numpy as np, xarray as xr, numpyro.distributions as dist
+    >>> from numpyro import sample
+    >>> from ppl_ext import _arviz
+    >>> from ppl_ext.diagnostics import attach_scores
+    >>> def model():
+    ...     sample("sigma", dist.Exponential(2.0))
+    >>> draws = xr.Dataset({"sigma": (("chain", "draw"), np.array([[0.5, 1.0]]))})
+    >>> data = attach_scores(_arviz.from_groups({"posterior": draws}), model)
+    >>> data["unconstrained_posterior_score"]["sigma"].values.round(3)  # 1 - 2 sigma
+    array([[ 0., -1.]], dtype=float32)
+    """
+    from ppl_ext import registry
+
+    if not _arviz.is_container(data):
+        raise TypeError(
+            f"data must be an arviz {_arviz.container_type().__name__} with a posterior, got "
+            f"{type(data).__name__}"
+        )
+    posterior = _arviz.get_group(data, "posterior")
+    if posterior is None:
+        raise ValueError(
+            f"the data have no group 'posterior' (groups: {', '.join(_arviz.group_names(data))})"
+        )
+    target = registry.target(model, *args, **kwargs)
+    discrete = [site.name for site in target.sites if site.discrete]
+    if discrete:
+        raise ValueError(
+            f"the model has discrete latent sites {discrete}, for which there is no score: "
+            "marginalise them out of the model"
+        )
+    sample_dims = _arviz.default_sample_dims()
+    sample_shape, values = (), {}
+    for site in target.sites:
+        if site.name not in posterior.data_vars:
+            raise ValueError(
+                f"the posterior has no draws of the latent site {site.name!r} (it has "
+                f"{sorted(map(str, posterior.data_vars))}): the scores need every latent site"
+            )
+        array = posterior[site.name].transpose(*sample_dims, ...)
+        sample_shape = array.shape[: len(sample_dims)]
+        shape = array.shape[len(sample_dims) :]
+        if shape != tuple(site.shape):
+            raise ValueError(
+                f"the draws of {site.name!r} have shape {shape}, but the model's site has "
+                f"{tuple(site.shape)}: pass the arguments with which the model was run"
+            )
+        values[site.name] = array.values.reshape(-1, *shape)
+
+    # The arguments of the model stay in the closure, since they may be of any type.
+    def point_and_score(
+        draw: dict[str, jax.Array],
+    ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+        z = target.unconstrain(draw, *args, **kwargs)
+        score = jax.grad(target.log_density)(z, *args, **kwargs)
+        return target.unravel(z), target.unravel(score)
+
+    points, scores = jax.jit(
+        lambda draws: jax.lax.map(point_and_score, draws, batch_size=_DRAWS_AT_ONCE)
+    )(values)
+
+    groups = {
+        UNCONSTRAINED: _dataset(points, posterior, sample_dims, sample_shape),
+        score_group(UNCONSTRAINED): _dataset(scores, posterior, sample_dims, sample_shape),
+    }
+    _warn_of_boundary(points, scores)
+    return _arviz.with_groups(data, groups)
+
+
+def _warn_of_boundary(points: dict[str, jax.Array], scores: dict[str, jax.Array]) -> None:
+    finite: dict[str, npt.NDArray[np.bool_]] = {}
+    for name in points:
+        pair = np.stack([np.asarray(points[name]), np.asarray(scores[name])])
+        finite[name] = np.isfinite(pair).all(axis=(0, *range(2, pair.ndim)))
+    kept = np.logical_and.reduce(list(finite.values()))
+    if not kept.all():
+        sites = [name for name, ok in finite.items() if not ok.all()]
+        warnings.warn(
+            f"attach_scores: {(~kept).sum()} of {kept.size} draws have no finite score (sites "
+            f"{sites}): they lie on the boundary of their support, to the precision in which they "
+            "are stored. The diagnostics leave them out",
+            stacklevel=3,
+        )
+
+
+def _dataset(
+    values: dict[str, jax.Array],
+    posterior: xr.Dataset,
+    sample_dims: tuple[str, ...],
+    sample_shape: tuple[int, ...],
+) -> xr.Dataset:
+    """Return values of shape (draws, *unconstrained shape) with the posterior's dimensions."""
+    arrays = {}
+    for name, value in values.items():
+        like = posterior[name].transpose(*sample_dims, ...)
+        data = np.asarray(value).reshape(*sample_shape, *value.shape[1:])
+        if data.shape == like.shape:
+            arrays[name] = like.copy(data=data)
+        else:
+            new = (f"{name}_unc_dim_{i}" for i in range(value.ndim - 1))
+            coords = {dim: posterior[dim] for dim in sample_dims if dim in posterior.coords}
+            arrays[name] = xr.DataArray(data, coords, (*sample_dims, *new))
+    return xr.Dataset(arrays)

@@ -1,0 +1,19 @@
+"""Exceptions of ppl_ext. Each message names the argument or site, what was found and what to do."""
+
+from __future__ import annotations
+
+
+class UnsupportedModelError(ValueError):
+    """The kernel cannot sample this model. The message names the site and another kernel."""
+
+
+class InitializationError(RuntimeError):
+    """No starting point with a finite log density and gradient. The message names the site."""
+
+
+class MissingScoresError(ValueError):
+    """The data hold no scores of the unconstrained log density."""
+
+
+class TooFewDrawsError(ValueError):
+    """Too few effective draws for the requested test."""

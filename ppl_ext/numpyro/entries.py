@@ -1,0 +1,48 @@
+"""Registry entries of the NumPyro kernels."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+
+from ppl_ext.numpyro.uld import ULD
+from ppl_ext.registry import Entry, Example
+
+
+def normal_with_known_variances() -> Example:
+    """Three independent conjugate normal means, the exact posterior of which is normal."""
+    y = np.array([[1.0, -2.0, 30.0], [2.0, -1.0, 20.0], [0.5, -1.5, 25.0], [1.5, 0.0, 28.0]])
+    noise = np.array([1.0, 0.5, 10.0])
+    prior_sd = 5.0
+
+    def model(y, noise):
+        with numpyro.plate("group", noise.shape[0]):
+            theta = numpyro.sample("theta", dist.Normal(0.0, prior_sd))
+            numpyro.sample("y", dist.Normal(theta, noise).expand(jnp.shape(y)), obs=y)
+        numpyro.deterministic("total", theta.sum())
+
+    precision = len(y) / noise**2 + 1 / prior_sd**2
+    mean, sd = y.sum(0) / noise**2 / precision, precision**-0.5
+    return Example(
+        model,
+        (y, noise),
+        {},
+        {"theta": mean, "total": mean.sum()},
+        {"theta": sd, "total": np.sqrt((sd**2).sum())},
+    )
+
+
+def uld() -> Entry:
+    """Underdamped Langevin dynamics."""
+    return Entry(
+        name="ULD",
+        language="numpyro",
+        kernel=ULD,
+        models="continuous sites, full data",
+        exact=False,
+        source="arXiv 2603.02429",
+        refusal=lambda target: target.refusal_of_continuous_kernel("ULD"),
+        example=normal_with_known_variances,
+    )

@@ -1,0 +1,239 @@
+"""What `numpyro.infer.MCMC`, `numpyro.infer.Gibbs` and ArviZ ask of a kernel, written once."""
+
+from __future__ import annotations
+
+import copy
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from numpyro.infer.initialization import init_to_uniform
+from numpyro.infer.mcmc import MCMCKernel
+from numpyro.infer.util import initialize_model
+from numpyro.util import identity, is_prng_key, not_jax_tracer
+
+from ppl_ext.errors import InitializationError
+from ppl_ext.numpyro.starting_point import check_density, check_init_params, describe_failure
+from ppl_ext.numpyro.target import target as build_target
+from ppl_ext.target import Array, PyTree, Target, potential_target
+
+# the keyword under which numpyro.infer.Gibbs passes the values of the other blocks' sites
+GIBBS_SITES = "_gibbs_sites"
+
+
+class Kernel(MCMCKernel):
+    """Adaptor between an algorithm on a `Target` and NumPyro's drivers.
+
+    A subclass implements `_init` and `_step` for one chain. Data reach them through the target,
+    which is bound anew at each call, so that no data set is remembered.
+    """
+
+    sample_field = "z"
+
+    def __init__(
+        self,
+        model: Callable[..., Any] | None = None,
+        potential_fn: Callable[[PyTree], Array] | None = None,
+        *,
+        init_strategy: Callable[..., Any] = init_to_uniform,
+    ) -> None:
+        if (model is None) == (potential_fn is None):
+            raise ValueError("Give exactly one of `model` and `potential_fn`.")
+        for name, value in (("model", model), ("potential_fn", potential_fn)):
+            if value is not None and not callable(value):
+                raise TypeError(f"`{name}` must be callable, got {type(value).__name__}.")
+        self._model = model
+        self._potential_fn = potential_fn
+        self._init_strategy = init_strategy
+        self._num_warmup = 0
+        self._reset()
+
+    # --- the algorithm -----------------------------------------------------------------------
+
+    @abstractmethod
+    def _init(self, rng_key: Array, z: PyTree, target: Target) -> Any:
+        """State of one chain at the unconstrained sites `z`."""
+
+    @abstractmethod
+    def _step(self, state: Any, target: Target) -> Any:
+        """Next state of one chain."""
+
+    @abstractmethod
+    def _refresh(self, state: Any, target: Target) -> Any:
+        """The same point of one chain with everything cached about the data computed again."""
+
+    @abstractmethod
+    def _check_target(self, target: Target) -> None:
+        """Raise `UnsupportedModelError` for a model that the kernel cannot take."""
+
+    # --- what MCMC calls ---------------------------------------------------------------------
+
+    @property
+    def model(self) -> Callable[..., Any] | None:
+        """The model, or `None` when the kernel was given a potential energy function."""
+        return self._model
+
+    def init(
+        self,
+        rng_key: Array,
+        num_warmup: int,
+        init_params: PyTree | None,
+        model_args: tuple,
+        model_kwargs: dict[str, Any] | None,
+    ) -> Any:
+        model_kwargs = model_kwargs or {}
+        self._num_warmup = num_warmup
+        batched = not is_prng_key(rng_key)
+        if self._model is None:
+            if init_params is None:
+                raise ValueError(
+                    "`init_params` is needed with `potential_fn`: pass "
+                    "`mcmc.run(key, init_params=...)`."
+                )
+            one = jax.tree.map(lambda leaf: leaf[0], init_params) if batched else init_params
+            assert self._potential_fn is not None
+            self._target = potential_target(self._potential_fn, one)
+            z = init_params
+        else:
+            self._target = build_target(self._model, *model_args, **model_kwargs)
+            self._check_target(self._target)
+            split = jax.vmap(jax.random.split)(rng_key) if batched else jax.random.split(rng_key)
+            rng_key, key_start = (split[:, 0], split[:, 1]) if batched else split
+            z = self._start(key_start, init_params, batched, model_args, model_kwargs)
+        bound = self._target.bind(*model_args, **model_kwargs)
+        start = lambda key, z: self._init(key, z, bound)  # noqa: E731
+        state = (jax.vmap(start) if batched else start)(rng_key, z)
+        if not_jax_tracer(state.potential_energy):
+            check_density(state, self._model, self._target, model_args, model_kwargs)
+        # MCMC calls `init` again before every run unless it finds this attribute set
+        self._sample_fn = self._sample
+        return state
+
+    def _start(
+        self,
+        rng_key: Array,
+        init_params: PyTree | None,
+        batched: bool,
+        model_args: tuple,
+        model_kwargs: dict[str, Any],
+    ) -> PyTree:
+        """Unconstrained starting values, given or found by the init strategy."""
+        assert self._target is not None
+        if init_params is not None:
+            if GIBBS_SITES in model_kwargs:
+                # Gibbs hands constrained values to the blocks that are not HMC
+                return self._target.unconstrain_sites(init_params, *model_args, **model_kwargs)
+            return check_init_params(init_params, self._target, rng_key.shape[:1] * batched)
+        try:
+            info = initialize_model(
+                rng_key,
+                self._model,
+                init_strategy=self._init_strategy,
+                dynamic_args=True,
+                model_args=model_args,
+                model_kwargs=model_kwargs,
+            )
+        except RuntimeError as error:
+            if "valid initial parameters" not in str(error):
+                raise
+            key = rng_key[0] if batched else rng_key
+            raise InitializationError(
+                describe_failure(key, self._model, self._init_strategy, model_args, model_kwargs)
+            ) from error
+        return info.param_info.z
+
+    def sample(self, state: Any, model_args: tuple, model_kwargs: dict[str, Any] | None) -> Any:
+        if self._sample_fn is None:
+            raise RuntimeError("`init` must be called before `sample`.")
+        return self._sample_fn(state, model_args, model_kwargs)
+
+    def _sample(self, state: Any, model_args: tuple, model_kwargs: dict[str, Any] | None) -> Any:
+        return self._per_chain(self._step, state, model_args, model_kwargs)
+
+    def _per_chain(
+        self,
+        function: Callable[[Any, Target], Any],
+        state: Any,
+        model_args: tuple,
+        model_kwargs: dict[str, Any] | None,
+    ) -> Any:
+        model_kwargs = model_kwargs or {}
+        target = self._current_target(state, model_args, model_kwargs)
+        bound = target.bind(*model_args, **model_kwargs)
+        one = lambda state: function(state, bound)  # noqa: E731
+        return one(state) if is_prng_key(state.rng_key) else jax.vmap(one)(state)
+
+    def _current_target(self, state: Any, model_args: tuple, model_kwargs: dict) -> Target:
+        """The target, after a check that these data leave the latent sites as they were.
+
+        Runs when a program is traced, once per data shape.
+        """
+        assert self._target is not None
+        if self._model is None:
+            return self._target
+        now = build_target(self._model, *model_args, **model_kwargs)
+        if now.structure != self._target.structure:
+            changed = {
+                name
+                for name in {*now.structure, *self._target.structure}
+                if now.structure.get(name) != self._target.structure.get(name)
+            }
+            raise ValueError(
+                f"With these data the latent sites {sorted(changed)} have other shapes than in "
+                "the run that is continued. Start a new MCMC object (or call `warmup` again on "
+                "a new kernel)."
+            )
+        return self._target
+
+    def postprocess_fn(self, model_args: tuple, model_kwargs: dict[str, Any] | None) -> Any:
+        if self._target is None:
+            return identity
+        return self._target.bind(*model_args, **(model_kwargs or {})).constrain_sites
+
+    # --- what Gibbs calls --------------------------------------------------------------------
+
+    def refresh(self, state: Any, model_args: tuple, model_kwargs: dict[str, Any] | None) -> Any:
+        return self._per_chain(self._refresh, state, model_args, model_kwargs)
+
+    def wrap_model(self, wrapper: Callable[[Callable], Callable]) -> Kernel:
+        if self._model is None:
+            raise ValueError("A kernel built from `potential_fn` has no model to wrap.")
+        kernel = copy.copy(self)
+        kernel._model = wrapper(self._model)
+        kernel._reset()
+        return kernel
+
+    def get_constrain_fn(self, model_args: tuple, model_kwargs: dict[str, Any] | None) -> Any:
+        return self.postprocess_fn(model_args, model_kwargs)
+
+    def _reset(self) -> None:
+        self._target: Target | None = None
+        self._sample_fn: Callable[..., Any] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # closures are rebuilt by the next `init`
+        return {**self.__dict__, "_target": None, "_sample_fn": None}
+
+
+def argument_error(kernel: str, name: str, value: Any, needed: str) -> ValueError:
+    """The error for a bad argument: what was found and what is needed."""
+    return ValueError(f"{kernel}: `{name}` must be {needed}, got {value!r}.")
+
+
+def check_positive(kernel: str, **values: Any) -> None:
+    """Raise unless every value is `None` or a finite positive number."""
+    for name, value in values.items():
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise argument_error(kernel, name, value, "a positive number or None")
+        if not (0 < value < float("inf")):
+            raise argument_error(kernel, name, value, "a positive finite number or None")
+
+
+def check_choice(kernel: str, name: str, value: Any, choices: tuple[Any, ...]) -> None:
+    """Raise unless `value` is one of `choices`."""
+    if value not in choices:
+        raise argument_error(kernel, name, value, f"one of {', '.join(map(repr, choices))}")
+

@@ -1,0 +1,153 @@
+"""NumPyro model -> `Target`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from numpyro.distributions import Delta, constraints
+from numpyro.distributions.transforms import biject_to
+from numpyro.handlers import seed, substitute, trace
+from numpyro.infer.initialization import init_to_sample
+from numpyro.infer.util import constrain_fn, potential_energy, unconstrain_fn
+
+from ppl_ext.errors import UnsupportedModelError
+from ppl_ext.target import Array, Plate, PyTree, Site, Target
+
+_BOUNDS = ("lower_bound", "upper_bound")
+
+
+def target(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Target:
+    """Look at a NumPyro model once and return its `Target`.
+
+    The data given here are used for shapes only; every callable of the result takes the data
+    again. Models with discrete sites or subsampled plates are described too: it is the kernel
+    that refuses them, with their names.
+
+    Raises
+    ------
+    TypeError
+        When `model` is not callable.
+    UnsupportedModelError
+        When a continuous latent site has a support without a bijection to the real line.
+
+    Examples
+    --------
+    >>> import numpyro, numpyro.distributions as dist
+    >>> def model(y):
+    ...     mu = numpyro.sample("mu", dist.Normal(0, 1))
+    ...     sigma = numpyro.sample("sigma", dist.HalfNormal(1))
+    ...     numpyro.sample("y", dist.Normal(mu, sigma), obs=y)
+    >>> t = target(model, 0.5)
+    >>> t.size, [site.name for site in t.latent]
+    (2, ['mu', 'sigma'])
+    """
+    if not callable(model):
+        raise TypeError(f"`model` must be a callable NumPyro program, got {type(model).__name__}.")
+    facts: dict[str, Any] = {}
+
+    def look() -> None:
+        # init_to_sample also draws sites without a `sample` method, such as ImproperUniform
+        prototype = substitute(seed(model, jax.random.key(0)), substitute_fn=init_to_sample)
+        messages = trace(prototype).get_trace(*args, **kwargs)
+        facts["sites"] = tuple(
+            _describe(message)
+            for message in messages.values()
+            if message["type"] in ("sample", "deterministic")
+        )
+        facts["plates"] = tuple(
+            Plate(name, message["args"][0], message["args"][1] or message["args"][0])
+            for name, message in messages.items()
+            if message["type"] == "plate"
+        )
+        facts["has_params"] = any(m["type"] in ("param", "mutable") for m in messages.values())
+
+    # abstract evaluation: shapes and names come out, no array is computed or kept
+    jax.eval_shape(look)
+    if facts["has_params"]:
+        model = _with_initial_params(model, args, kwargs)
+    sites: tuple[Site, ...] = facts["sites"]
+    return Target(
+        language="numpyro",
+        sites=sites,
+        plates=facts["plates"],
+        structure={
+            site.name: site.unconstrained_shape
+            for site in sites
+            if site.unconstrained_shape is not None
+        },
+        potential_energy=partial(_potential_energy, model),
+        constrain_sites=partial(_constrain, model),
+        unconstrain_sites=partial(_unconstrain, model),
+    )
+
+
+def _describe(message: Mapping[str, Any]) -> Site:
+    name, shape = message["name"], tuple(jnp.shape(message["value"]))
+    plates = tuple(frame.name for frame in reversed(message.get("cond_indep_stack") or ()))
+    if message["type"] == "deterministic":
+        return Site(name, "deterministic", shape, plates=plates)
+    distribution = message["fn"]
+    support = distribution.support
+    common: dict[str, Any] = dict(
+        distribution=_family(distribution),
+        support=_readable(support),
+        discrete=bool(support is not None and support.is_discrete),
+        event_dim=distribution.event_dim,
+        plates=plates,
+    )
+    if message["is_observed"]:
+        return Site(name, "observed", shape, **common)
+    if common["discrete"] or isinstance(distribution, Delta):
+        return Site(name, "latent", shape, **common)
+    try:
+        bijection = biject_to(support)
+    except NotImplementedError as error:
+        raise UnsupportedModelError(
+            f"Site '{name}' ({common['distribution']}) has the support {common['support']}, "
+            "which has no bijection to the real line. Reparametrise the site; for a circular "
+            "support use numpyro.infer.reparam.CircularReparam."
+        ) from error
+    unconstrained = tuple(bijection.inverse_shape(shape))
+    dynamic = any(not isinstance(getattr(support, b, 0.0), (int, float)) for b in _BOUNDS)
+    return Site(name, "latent", shape, unconstrained, dynamic_support=dynamic, **common)
+
+
+def _family(distribution: Any) -> str:
+    while type(distribution).__name__ in (
+        "ExpandedDistribution",
+        "Independent",
+        "MaskedDistribution",
+    ):
+        distribution = distribution.base_dist
+    return type(distribution).__name__
+
+
+def _readable(support: Any) -> str:
+    while isinstance(support, constraints.independent):
+        support = support.base_constraint
+    return type(support).__name__.lstrip("_")
+
+
+def _with_initial_params(model: Callable, args: tuple, kwargs: dict) -> Callable:
+    """Fix `param` sites (for example of a neural network module) at their initial values."""
+    messages = trace(seed(model, jax.random.key(0))).get_trace(*args, **kwargs)
+    values = {n: m["value"] for n, m in messages.items() if m["type"] in ("param", "mutable")}
+    return substitute(model, data=values)
+
+
+def _potential_energy(model: Callable, z: PyTree, *args: Any, **kwargs: Any) -> Array:
+    return potential_energy(model, args, kwargs, z)
+
+
+def _constrain(model: Callable, z: PyTree, *args: Any, **kwargs: Any) -> dict[str, Array]:
+    # the whole model is replayed, so that supports which depend on other sites come out right;
+    # what the sites do not need (the likelihood) is removed by XLA
+    return constrain_fn(model, args, kwargs, z, return_deterministic=True)
+
+
+def _unconstrain(model: Callable, values: PyTree, *args: Any, **kwargs: Any) -> PyTree:
+    return unconstrain_fn(model, args, kwargs, values)

@@ -1,0 +1,211 @@
+"""The table of kernels, and what each of them says to a model.
+
+A package adds a kernel by an entry point of the group `ppl_ext.kernels` that names a function
+returning an `Entry`. `available`, `explain`, the command line and the conformance tests read
+this table, nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any
+
+from ppl_ext.target import Target
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+GROUP = "ppl_ext.kernels"
+
+
+@dataclass(frozen=True)
+class Example:
+    """A small model with an exactly known posterior.
+
+    `mean` and `sd` give the exact posterior mean and standard deviation by site.
+    """
+
+    model: Callable[..., Any]
+    args: tuple
+    kwargs: dict[str, Any]
+    mean: dict[str, Any]
+    sd: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What the registry knows of one kernel in one language.
+
+    Parameters
+    ----------
+    name, language : str
+        `ppl_ext.<language>.<name>` is the kernel class.
+    kernel : callable
+        The class; called with the model first.
+    models : str
+        The models it takes, in a few words.
+    exact : bool
+        Whether its draws converge to the posterior itself.
+    source : str
+        The paper.
+    refusal : callable
+        `refusal(target)`: why the kernel cannot take this model, or `None`.
+    example : callable
+        `example()`: a model with an exact answer, for the conformance tests.
+    options : dict
+        Keyword arguments for the kernel on `example()`.
+    gibbs_block, potential_fn : bool
+        Whether the kernel works as a block of `numpyro.infer.Gibbs`, and without a model.
+    """
+
+    name: str
+    language: str
+    kernel: Callable[..., Any]
+    models: str
+    exact: bool
+    source: str
+    refusal: Callable[[Target], str | None]
+    example: Callable[[], Example]
+    options: dict[str, Any] = field(default_factory=dict)
+    gibbs_block: bool = True
+    potential_fn: bool = True
+
+
+@cache
+def entries() -> tuple[Entry, ...]:
+    """All registered kernels, by language and name."""
+    loaded: list[Entry] = []
+    for point in entry_points(group=GROUP):
+        entry = point.load()()
+        if not isinstance(entry, Entry):
+            raise TypeError(
+                f"Entry point '{point.name}' of group '{GROUP}' must return a "
+                f"ppl_ext.registry.Entry, got {type(entry).__name__}."
+            )
+        loaded.append(entry)
+    return tuple(sorted(loaded, key=lambda entry: (entry.language, entry.name)))
+
+
+def target(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Target:
+    """`Target` of a model, by the front end of its language.
+
+    Raises
+    ------
+    TypeError
+        When `model` is not callable.
+    """
+    from ppl_ext.numpyro.target import target as numpyro_target
+
+    return numpyro_target(model, *args, **kwargs)
+
+
+def available() -> pd.DataFrame:
+    """Table of the kernels: language, what models they take, exact or biased, source.
+
+    Examples
+    --------
+    >>> import ppl_ext
+    >>> ppl_ext.available().loc["ULD", "language"]
+    'numpyro'
+    """
+    import pandas as pd
+
+    rows = [
+        {
+            "kernel": entry.name,
+            "language": entry.language,
+            "models": entry.models,
+            "draws": "exact" if entry.exact else "biased",
+            "source": entry.source,
+        }
+        for entry in entries()
+    ]
+    columns = ["kernel", "language", "models", "draws", "source"]
+    return pd.DataFrame(rows, columns=columns).set_index("kernel")
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a model contains and which kernels take it. Printing it gives a text.
+
+    Parameters
+    ----------
+    target : Target
+        Sites, supports, plates and sizes of the model.
+    verdicts : dict
+        By kernel name: `None` where the kernel fits, else the reason why not.
+    """
+
+    target: Target
+    verdicts: dict[str, str | None]
+
+    @property
+    def sites(self) -> pd.DataFrame:
+        """Table of the sites: kind, distribution, support, shape, plates."""
+        import pandas as pd
+
+        rows = [
+            {
+                "site": site.name,
+                "kind": site.kind,
+                "distribution": site.distribution,
+                "support": site.support,
+                "shape": site.shape,
+                "discrete": site.discrete,
+                "plates": ", ".join(site.plates),
+            }
+            for site in self.target.sites
+        ]
+        columns = ["site", "kind", "distribution", "support", "shape", "discrete", "plates"]
+        return pd.DataFrame(rows, columns=columns).set_index("site")
+
+    def __str__(self) -> str:
+        plates = ", ".join(
+            f"{p.name} ({p.subsample_size} of {p.size})" if p.subsampled else f"{p.name} ({p.size})"
+            for p in self.target.plates
+        )
+        lines = [
+            f"{len(self.target.latent)} latent sites, {self.target.size} unconstrained coordinates",
+            self.sites.to_string(),
+            f"plates: {plates or 'none'}",
+            "",
+        ]
+        for name, reason in self.verdicts.items():
+            lines.append(f"{name}: {'fits' if reason is None else 'no. ' + reason}")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+    """Look at a model once and say for each kernel whether it fits, or why not.
+
+    Parameters
+    ----------
+    model : callable
+        NumPyro model; `args` and `kwargs` are its data.
+
+    Raises
+    ------
+    TypeError
+        When `model` is not callable.
+    UnsupportedModelError
+        When a latent site has a support that no kernel can handle; names the site.
+
+    Examples
+    --------
+    >>> import numpyro, numpyro.distributions as dist, ppl_ext
+    >>> def model():
+    ...     numpyro.sample("k", dist.Categorical(logits=[0.0, 1.0]))
+    >>> print(ppl_ext.explain(model).verdicts["ULD"])
+    ULD moves continuous sites only, but site 'k' is discrete (CategoricalLogits). Sum it out \
+of the model, or give it to a DiscreteGibbs block of numpyro.infer.Gibbs beside this kernel.
+    """
+    facts = target(model, *args, **kwargs)
+    return Explanation(
+        facts,
+        {e.name: e.refusal(facts) for e in entries() if e.language == facts.language},
+    )

@@ -1,0 +1,228 @@
+"""The target distribution: all that an algorithm may know about a model.
+
+A front end builds a `Target` from a model of its language; algorithms, diagnostics and
+`explain` read nothing else. Data are arguments of every callable, never part of a closure, so
+that one `Target` serves all data sets of the same shapes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from ppl_ext.errors import UnsupportedModelError
+
+Array = jax.Array
+PyTree = Any
+
+
+@dataclass(frozen=True)
+class Plate:
+    """A plate of the model: `subsample_size < size` when the model draws minibatches."""
+
+    name: str
+    size: int
+    subsample_size: int
+
+    @property
+    def subsampled(self) -> bool:
+        return self.subsample_size < self.size
+
+
+@dataclass(frozen=True)
+class Site:
+    """One named variable of the model, described by static facts only.
+
+    `shape` is the shape of the value a user sees, `unconstrained_shape` the shape on the real
+    line (`None` unless the site is a continuous latent variable). `dynamic_support` tells that
+    the support depends on the value of another site.
+    """
+
+    name: str
+    kind: Literal["latent", "observed", "deterministic"]
+    shape: tuple[int, ...]
+    unconstrained_shape: tuple[int, ...] | None = None
+    distribution: str = ""
+    support: str = ""
+    discrete: bool = False
+    dynamic_support: bool = False
+    event_dim: int = 0
+    plates: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Target:
+    """A log density on R^size with the maps between that space and the model's own sites.
+
+    Parameters
+    ----------
+    language : str
+        `"numpyro"`, `"pyro"`, or `"potential_fn"` when there is no model.
+    sites, plates : tuple
+        What the model declares, in the order of the model.
+    structure : Mapping or PyTree of tuple
+        Shapes of the unconstrained values, in the structure of a kernel state's `z`.
+    potential_energy : callable
+        `potential_energy(z, *args, **kwargs)`: minus the log density of the unconstrained `z`
+        (a PyTree), Jacobian included, up to a constant.
+    constrain_sites : callable
+        `constrain_sites(z, *args, **kwargs)`: values of latent and deterministic sites.
+    unconstrain_sites : callable
+        `unconstrain_sites(values, *args, **kwargs)`: inverse of `constrain_sites`.
+    """
+
+    language: str
+    sites: tuple[Site, ...]
+    plates: tuple[Plate, ...]
+    structure: PyTree
+    potential_energy: Callable[..., Array]
+    constrain_sites: Callable[..., dict[str, Array]]
+    unconstrain_sites: Callable[..., PyTree]
+
+    @property
+    def size(self) -> int:
+        """Number of unconstrained coordinates."""
+        return sum(math.prod(shape) for shape in self._shapes)
+
+    @property
+    def latent(self) -> tuple[Site, ...]:
+        """The latent sites, discrete ones included."""
+        return tuple(site for site in self.sites if site.kind == "latent")
+
+    def log_density(self, z: Array, *args: Any, **kwargs: Any) -> Array:
+        """Log density of the flat unconstrained vector `z`, shape (size,), with the Jacobian."""
+        return -self.potential_energy(self.unravel(z), *args, **kwargs)
+
+    def constrain(self, z: Array, *args: Any, **kwargs: Any) -> dict[str, Array]:
+        """Values of the latent and deterministic sites at the flat vector `z`."""
+        return self.constrain_sites(self.unravel(z), *args, **kwargs)
+
+    def unconstrain(self, values: Mapping[str, Array], *args: Any, **kwargs: Any) -> Array:
+        """Flat unconstrained vector, shape (size,), of constrained latent `values`.
+
+        Other entries of `values`, such as deterministic sites, are ignored.
+
+        Raises
+        ------
+        ValueError
+            When a latent site is missing from `values`.
+        """
+        names = [site.name for site in self.latent if site.unconstrained_shape is not None]
+        missing = [name for name in names if name not in values]
+        if missing:
+            raise ValueError(f"`values` lacks latent sites {missing}; found {sorted(values)}.")
+        latent = {name: values[name] for name in names}
+        return self.ravel(self.unconstrain_sites(latent, *args, **kwargs))
+
+    def ravel(self, z: PyTree) -> Array:
+        """Flat vector of unconstrained site values."""
+        leaves = [jnp.ravel(leaf) for leaf in jax.tree.leaves(z)]
+        return jnp.concatenate(leaves) if leaves else jnp.zeros(0)
+
+    def unravel(self, z: Array) -> PyTree:
+        """Unconstrained site values of a flat vector."""
+        leaves, start = [], 0
+        for shape in self._shapes:
+            stop = start + math.prod(shape)
+            leaves.append(jnp.reshape(z[start:stop], shape))
+            start = stop
+        return jax.tree.unflatten(self._treedef, leaves)
+
+    def bind(self, *args: Any, **kwargs: Any) -> Target:
+        """The same target with its data supplied: callables then take the position only."""
+        return replace(
+            self,
+            potential_energy=_bound(self.potential_energy, args, kwargs),
+            constrain_sites=_bound(self.constrain_sites, args, kwargs),
+            unconstrain_sites=_bound(self.unconstrain_sites, args, kwargs),
+        )
+
+    def refusal_of_continuous_kernel(self, kernel: str) -> str | None:
+        """Why a kernel that moves all continuous sites with full data cannot take this model."""
+        for site in self.latent:
+            if site.discrete:
+                return (
+                    f"{kernel} moves continuous sites only, but site '{site.name}' is discrete "
+                    f"({site.distribution}). Sum it out of the model, or give it to a "
+                    "DiscreteGibbs block of numpyro.infer.Gibbs beside this kernel."
+                )
+            if site.distribution == "Delta":
+                return (
+                    f"Site '{site.name}' has a Delta distribution, which has no density. "
+                    "Use a deterministic site for this value."
+                )
+        for plate in self.plates:
+            if plate.subsampled:
+                return (
+                    f"{kernel} evaluates all data, but plate '{plate.name}' draws "
+                    f"{plate.subsample_size} of {plate.size} at random. Drop "
+                    f"`subsample_size` (or set it to {plate.size}), or use a minibatch kernel "
+                    "such as numpyro.infer.HMCECS."
+                )
+        for site in self.sites:
+            if site.kind == "observed" and 0 in site.shape:
+                return (
+                    f"Observed site '{site.name}' is empty (shape {site.shape}). "
+                    "Check the data passed to the model."
+                )
+        if self.size == 0:
+            return "The model has no continuous latent site to sample."
+        return None
+
+    def check_continuous(self, kernel: str) -> None:
+        """Raise `UnsupportedModelError` when `refusal_of_continuous_kernel` gives a reason."""
+        reason = self.refusal_of_continuous_kernel(kernel)
+        if reason is not None:
+            raise UnsupportedModelError(reason)
+
+    @property
+    def _shapes(self) -> list[tuple[int, ...]]:
+        return jax.tree.leaves(self.structure, is_leaf=_is_shape)
+
+    @property
+    def _treedef(self) -> Any:
+        return jax.tree.structure(self.structure, is_leaf=_is_shape)
+
+
+def potential_target(potential_fn: Callable[[PyTree], Array], z: PyTree) -> Target:
+    """Target of a potential energy function without a model; `z` gives structure and shapes."""
+    return Target(
+        language="potential_fn",
+        sites=tuple(
+            Site(
+                jax.tree_util.keystr(path) or "z",
+                "latent",
+                jnp.shape(leaf),
+                jnp.shape(leaf),
+                support="Real()",
+            )
+            for path, leaf in jax.tree_util.tree_leaves_with_path(z)
+        ),
+        plates=(),
+        structure=jax.tree.map(jnp.shape, z),
+        potential_energy=partial(_ignore_data, potential_fn),
+        constrain_sites=_itself,
+        unconstrain_sites=_itself,
+    )
+
+
+def _bound(function: Callable[..., Any], args: tuple, kwargs: dict) -> Callable[[Any], Any]:
+    return lambda position: function(position, *args, **kwargs)
+
+
+def _ignore_data(function: Callable[[PyTree], Array], z: PyTree, *_: Any, **__: Any) -> Array:
+    return function(z)
+
+
+def _itself(z: Any, *_: Any, **__: Any) -> Any:
+    return z
+
+
+def _is_shape(x: Any) -> bool:
+    return isinstance(x, tuple) and all(isinstance(n, int) for n in x)
