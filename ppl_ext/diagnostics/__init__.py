@@ -4,7 +4,7 @@ if __name__ != "ppl_ext.diagnostics":
     raise ImportError("import ppl_ext.diagnostics, not diagnostics")
 
 from ppl_ext.diagnostics.discrepancy import psd
-from ppl_ext.diagnostics.errors import MissingScoresError, TooFewDrawsError
+from ppl_ext.errors import MissingScoresError, TooFewDrawsError
 from ppl_ext.diagnostics.goodness_of_fit import PSDTest, psd_test
 from ppl_ext.diagnostics.scores import attach_scores
 from ppl_ext.diagnostics.summary import summary

@@ -10,7 +10,7 @@ import xarray as xr
 
 from ppl_ext import _arviz
 from ppl_ext.diagnostics.draws import ScoredDraws
-from ppl_ext.diagnostics.errors import TooFewDrawsError
+from ppl_ext.errors import TooFewDrawsError
 from ppl_ext.diagnostics.features import FloatArray, SteinBasis
 from ppl_ext.diagnostics.moments import Standardization, feature_sums
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import xarray as xr
 
 from ppl_ext import _arviz
-from ppl_ext.diagnostics.errors import MissingScoresError
+from ppl_ext.errors import MissingScoresError
 from ppl_ext.diagnostics.features import FloatArray
 
 XarrayT = TypeVar("XarrayT", xr.Dataset, xr.DataArray)
@@ -150,7 +150,6 @@ def scored_draws(
     if sample_dims is None:
         sample_dims = _arviz.default_sample_dims()
     dims = (sample_dims,) if isinstance(sample_dims, str) else tuple(sample_dims)
-    scores = scores[list(draws.data_vars)]
     _check_sample_dims(draws, dims, "draws")
     _check_sample_dims(scores, dims, "scores")
     for name, array in draws.data_vars.items():
@@ -159,7 +158,7 @@ def scored_draws(
                 f"the draws of {name!r} have shape {dict(array.sizes)}, but their scores "
                 f"{dict(scores[name].sizes)}: a score has the shape of its draw"
             )
-        scores[name] = scores[name].transpose(*array.dims)
+    scores = xr.Dataset({name: scores[name].transpose(*v.dims) for name, v in draws.items()})
     try:
         draws, scores = xr.align(draws, scores, join="exact", copy=False)
     except ValueError as error:

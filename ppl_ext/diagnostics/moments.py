@@ -16,7 +16,7 @@ import numpy.typing as npt
 import scipy.linalg
 
 from ppl_ext.diagnostics.draws import ScoredDraws
-from ppl_ext.diagnostics.errors import TooFewDrawsError
+from ppl_ext.errors import TooFewDrawsError
 from ppl_ext.diagnostics.features import FloatArray, SteinBasis
 
 Standardize = Literal["diag", "full"] | None

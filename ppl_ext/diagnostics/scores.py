@@ -45,8 +45,8 @@ def attach_scores(data: Any, model: Callable[..., Any], *args: Any, **kwargs: An
     TypeError
         If `data` is no container of groups.
     ValueError
-        If there is no posterior, the model has a discrete latent site, or a latent site is
-        missing in the posterior or has another shape there.
+        If there is no posterior, the model has a discrete latent site or a subsampled plate, or a
+        latent site is missing in the posterior or has another shape there.
 
     Warns
     -----
@@ -80,15 +80,21 @@ def attach_scores(data: Any, model: Callable[..., Any], *args: Any, **kwargs: An
             f"the data have no group 'posterior' (groups: {', '.join(_arviz.group_names(data))})"
         )
     target = registry.target(model, *args, **kwargs)
-    discrete = [site.name for site in target.sites if site.discrete]
+    discrete = [site.name for site in target.latent if site.discrete]
     if discrete:
         raise ValueError(
             f"the model has discrete latent sites {discrete}, for which there is no score: "
             "marginalise them out of the model"
         )
+    for plate in target.plates:
+        if plate.subsampled:
+            raise ValueError(
+                f"the plate {plate.name!r} takes {plate.subsample_size} of {plate.size} data at "
+                "random, but a score is that of all data: make its subsample_size the full size"
+            )
     sample_dims = _arviz.default_sample_dims()
     sample_shape, values = (), {}
-    for site in target.sites:
+    for site in target.latent:
         if site.name not in posterior.data_vars:
             raise ValueError(
                 f"the posterior has no draws of the latent site {site.name!r} (it has "

@@ -47,33 +47,28 @@ def target(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Target:
     """
     if not callable(model):
         raise TypeError(f"`model` must be a callable NumPyro program, got {type(model).__name__}.")
-    facts: dict[str, Any] = {}
-
-    def look() -> None:
-        # init_to_sample also draws sites without a `sample` method, such as ImproperUniform
-        prototype = substitute(seed(model, jax.random.key(0)), substitute_fn=init_to_sample)
-        messages = trace(prototype).get_trace(*args, **kwargs)
-        facts["sites"] = tuple(
-            _describe(message)
-            for message in messages.values()
-            if message["type"] in ("sample", "deterministic")
-        )
-        facts["plates"] = tuple(
-            Plate(name, message["args"][0], message["args"][1] or message["args"][0])
-            for name, message in messages.items()
-            if message["type"] == "plate"
-        )
-        facts["has_params"] = any(m["type"] in ("param", "mutable") for m in messages.values())
-
-    # abstract evaluation: shapes and names come out, no array is computed or kept
-    jax.eval_shape(look)
-    if facts["has_params"]:
-        model = _with_initial_params(model, args, kwargs)
-    sites: tuple[Site, ...] = facts["sites"]
+    # init_to_sample also draws sites without a `sample` method, such as ImproperUniform. Only
+    # names and shapes are kept: under a JAX transformation the values are tracers
+    prototype = substitute(seed(model, jax.random.key(0)), substitute_fn=init_to_sample)
+    messages = trace(prototype).get_trace(*args, **kwargs)
+    sites = tuple(
+        _describe(message)
+        for message in messages.values()
+        if message["type"] in ("sample", "deterministic")
+    )
+    plates = tuple(
+        Plate(name, message["args"][0], message["args"][1] or message["args"][0])
+        for name, message in messages.items()
+        if message["type"] == "plate"
+    )
+    params = {n: m["value"] for n, m in messages.items() if m["type"] in ("param", "mutable")}
+    if params:
+        # for example the weights of a neural network module: fixed at their initial values
+        model = substitute(model, data=params)
     return Target(
         language="numpyro",
         sites=sites,
-        plates=facts["plates"],
+        plates=plates,
         structure={
             site.name: site.unconstrained_shape
             for site in sites
@@ -130,13 +125,6 @@ def _readable(support: Any) -> str:
     while isinstance(support, constraints.independent):
         support = support.base_constraint
     return type(support).__name__.lstrip("_")
-
-
-def _with_initial_params(model: Callable, args: tuple, kwargs: dict) -> Callable:
-    """Fix `param` sites (for example of a neural network module) at their initial values."""
-    messages = trace(seed(model, jax.random.key(0))).get_trace(*args, **kwargs)
-    values = {n: m["value"] for n, m in messages.items() if m["type"] in ("param", "mutable")}
-    return substitute(model, data=values)
 
 
 def _potential_energy(model: Callable, z: PyTree, *args: Any, **kwargs: Any) -> Array:

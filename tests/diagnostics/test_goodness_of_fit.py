@@ -41,6 +41,16 @@ def test_exact_draws_of_a_slow_chain_are_not_rejected(ar1: MakeChains) -> None:
     assert np.mean(pvalues) > 0.3
 
 
+def test_exact_draws_of_a_long_run_are_not_rejected(ar1: MakeChains) -> None:
+    """Such a run is kept in pieces of several draws."""
+    pvalues = []
+    for seed in range(5):
+        x = ar1(np.random.default_rng(seed), 4, 20_000, 3, 0.5)
+        pvalues.append([psd_test(x, -x, n_boot=199, method=m).pvalue for m in ("batch", "max")])
+    assert np.min(pvalues) > 0.01
+    assert 0.2 < np.mean(pvalues) < 0.8
+
+
 @pytest.mark.parametrize("method", ["batch", "max"])
 def test_biased_draws_are_rejected(ar1: MakeChains, method: str) -> None:
     for seed in range(3):

@@ -133,6 +133,14 @@ def test_what_is_refused() -> None:
         fewer = _arviz.from_groups({"posterior": posterior.isel(school=[0, 1])})
         attach_scores(fewer, model)
 
+    def subsampled() -> None:
+        mean = numpyro.sample("mean", dist.Normal())
+        with numpyro.plate("rows", 10, subsample_size=3) as rows:
+            numpyro.sample("y", dist.Normal(mean), obs=jnp.arange(10.0)[rows])
+
+    with pytest.raises(ValueError, match="plate 'rows' takes 3 of 10 data"):
+        attach_scores(data, subsampled)
+
     def mixture() -> None:
         numpyro.sample("component", dist.Bernoulli(0.5))
         numpyro.sample("mean", dist.Normal())
