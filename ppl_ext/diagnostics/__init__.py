@@ -4,17 +4,20 @@ if __name__ != "ppl_ext.diagnostics":
     raise ImportError("import ppl_ext.diagnostics, not diagnostics")
 
 from ppl_ext.diagnostics.discrepancy import psd
-from ppl_ext.errors import MissingScoresError, TooFewDrawsError
 from ppl_ext.diagnostics.goodness_of_fit import PSDTest, psd_test
 from ppl_ext.diagnostics.scores import attach_scores
 from ppl_ext.diagnostics.summary import summary
+from ppl_ext.diagnostics.uld_report import ULDReport, uld_report
+from ppl_ext.errors import MissingScoresError, TooFewDrawsError
 
 __all__ = [
     "MissingScoresError",
     "PSDTest",
     "TooFewDrawsError",
+    "ULDReport",
     "attach_scores",
     "psd",
     "psd_test",
     "summary",
+    "uld_report",
 ]

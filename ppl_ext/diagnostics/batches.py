@@ -10,9 +10,9 @@ import xarray as xr
 
 from ppl_ext import _arviz
 from ppl_ext.diagnostics.draws import ScoredDraws
-from ppl_ext.errors import TooFewDrawsError
 from ppl_ext.diagnostics.features import FloatArray, SteinBasis
 from ppl_ext.diagnostics.moments import Standardization, feature_sums
+from ppl_ext.errors import TooFewDrawsError
 
 MIN_BATCHES = 40
 """Fewest batches of a test: with fewer, their covariance is too noisy for the nominal level."""

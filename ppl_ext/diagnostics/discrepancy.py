@@ -30,6 +30,7 @@ def psd(
     interactions: bool = False,
     joint: bool = False,
     per_chain: bool = False,
+    unbiased: bool = False,
     chain_axis: int | None = 0,
     draw_axis: int = 1,
 ) -> Any:
@@ -74,6 +75,10 @@ def psd(
         Return one value over the features of all selected variables instead of one per scalar.
     per_chain
         Keep the chains apart instead of pooling them.
+    unbiased
+        Return the U-statistic of the squared discrepancy (equation 10) instead: for independent
+        draws its expectation is the square of the discrepancy of their distribution, and it can
+        be negative.
     chain_axis, draw_axis
         Axes of a plain array; `chain_axis` may be None.
 
@@ -81,8 +86,10 @@ def psd(
     -------
     The type that ``arviz.ess`` of the installed ArviZ returns for `data`, without the sample
     dimensions (with the chain dimension if `per_chain`); under the name ``psd`` if `joint`. In
-    standardised units: with the Hermite basis, the order-2 value of a normal coordinate with its
-    mean off by 0.1 standard deviations is about 0.1.
+    standardised units: with the Hermite basis, the value of a normal coordinate that does not
+    depend on the others is about 0.1 if its mean is off by 0.1 standard deviations. Where
+    coordinates are strongly correlated, ``"diag"`` leaves scores that vary far more than the
+    draws, and large values come from Monte Carlo error alone: compare with `psd_test`.
 
     Raises
     ------
@@ -135,22 +142,27 @@ def psd(
         draw_axis=draw_axis,
     )
     features = SteinBasis(scored.dimension, order, interactions, basis)
-    n_chains, n = scored.finite.shape
     transform = standardization(scored, standardize)
-    sums = feature_sums(scored, transform, features, n * np.arange(n_chains)).sums
-    counts = scored.finite.sum(axis=1)
     if notice := scored.exclusion_notice():
         warnings.warn(f"psd: {notice}", stacklevel=2)
+    start = np.zeros(1, dtype=np.intp)
+    chains = [feature_sums(chain, transform, features, start) for chain in scored.chains()]
+    sums = np.concatenate([chain.sums for chain in chains])
+    squares = np.stack([chain.squares for chain in chains])
+    counts = scored.finite.sum(axis=1)[:, None]
+    if not per_chain:
+        sums, squares, counts = sums.sum(axis=0), squares.sum(axis=0), counts.sum()
+    with np.errstate(invalid="ignore", divide="ignore"):  # a chain may have no finite draw
+        if unbiased:
+            squared = (sums**2 - squares) / (counts * (counts - 1))
+        else:
+            squared = (sums / counts) ** 2
 
-    if per_chain:
-        with np.errstate(invalid="ignore"):  # a chain of which no draw is finite has no value
-            means = sums / counts[:, None]
-    else:
-        means = sums.sum(axis=0) / counts.sum()
+    total = squared.sum(axis=-1) if joint else features.coordinate_sums(squared)
+    values = total if unbiased else np.sqrt(total)
     if not joint:
-        return restore(scored.to_dataset(np.sqrt(features.coordinate_sums(means**2))))
-    value = np.linalg.norm(means, axis=-1)
+        return restore(scored.to_dataset(values))
     chain = scored.chain_coordinate
     if per_chain and chain is not None:
-        return restore(xr.Dataset({"psd": (chain.dims, value)}, {chain.dims[0]: chain}))
-    return restore(xr.Dataset({"psd": ((), value.squeeze())}))
+        return restore(xr.Dataset({"psd": (chain.dims, values)}, {chain.dims[0]: chain}))
+    return restore(xr.Dataset({"psd": ((), values.squeeze())}))

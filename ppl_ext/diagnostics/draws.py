@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -12,8 +12,8 @@ import numpy.typing as npt
 import xarray as xr
 
 from ppl_ext import _arviz
-from ppl_ext.errors import MissingScoresError
 from ppl_ext.diagnostics.features import FloatArray
+from ppl_ext.errors import MissingScoresError
 
 XarrayT = TypeVar("XarrayT", xr.Dataset, xr.DataArray)
 
@@ -83,6 +83,14 @@ class ScoredDraws:
         """The label of each coordinate, such as ``theta[Choate]``."""
         variables = self.template.data_vars.items()
         return [label for name, array in variables for label in element_labels(name, array)]
+
+    def chains(self) -> Iterator[ScoredDraws]:
+        """Yield each chain by itself."""
+        for i in range(len(self.finite)):
+            one = slice(i, i + 1)
+            yield replace(
+                self, draws=self.draws[one], scores=self.scores[one], finite=self.finite[one]
+            )
 
     def exclusion_notice(self) -> str | None:
         """Return a sentence on the draws that are left out, or None if there are none."""

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 import pandas as pd
+from scipy import stats
 
 from ppl_ext._arviz import FilterVars
 from ppl_ext.diagnostics.batches import BATCH_TAUS, MIN_BATCHES, FeatureSeries, feature_series
@@ -157,7 +158,8 @@ def psd_test(
         Whether to take products of several coordinates. ``"auto"``: if there are at most 2,000
         features then, and five effective draws for each.
     method
-        ``"batch"``: the sum of the squared means of all features. ``"max"``: the largest |t|,
+        ``"batch"``: the sum of the squared means of all features; where coordinates are strongly
+        correlated, it has more power with ``standardize="full"``. ``"max"``: the largest |t|,
         which is better at finding one wrong coordinate among many. ``"auto"``: ``"max"`` where
         ``interactions="auto"`` leaves the interactions out, else ``"batch"``.
     n_boot
@@ -235,8 +237,16 @@ def psd_test(
         )
     statistic, pvalue = _sign_flip_test(series, pieces, method, n_boot, random_seed)
 
+    t = series.t(mcse)
+    worst = float(np.abs(t).max())
+    if method == "batch" and pvalue > 0.01 and worst > stats.norm.isf(0.0005 / len(features)):
+        notices.append(
+            f"a single feature has |t| = {worst:.1f}, which the sum over all features hides: "
+            "coordinates are strongly correlated, and their features vary far more than others. "
+            'Use standardize="full" or method="max"'
+        )
     table = pd.DataFrame(
-        {"zbar": series.mean, "mcse": mcse, "t": series.t(mcse)},
+        {"zbar": series.mean, "mcse": mcse, "t": t},
         index=pd.Index(features.labels(scored.labels), name="feature"),
     ).sort_values("t", key=abs, ascending=False)
     return PSDTest(

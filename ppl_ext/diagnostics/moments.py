@@ -16,8 +16,8 @@ import numpy.typing as npt
 import scipy.linalg
 
 from ppl_ext.diagnostics.draws import ScoredDraws
-from ppl_ext.errors import TooFewDrawsError
 from ppl_ext.diagnostics.features import FloatArray, SteinBasis
+from ppl_ext.errors import TooFewDrawsError
 
 Standardize = Literal["diag", "full"] | None
 

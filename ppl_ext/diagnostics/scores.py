@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -13,6 +14,8 @@ import xarray as xr
 
 from ppl_ext import _arviz
 from ppl_ext.diagnostics.draws import UNCONSTRAINED, score_group
+
+Values = dict[str, npt.NDArray[Any]]
 
 _DRAWS_AT_ONCE = 256
 
@@ -45,8 +48,8 @@ def attach_scores(data: Any, model: Callable[..., Any], *args: Any, **kwargs: An
     TypeError
         If `data` is no container of groups.
     ValueError
-        If there is no posterior, the model has a discrete latent site or a subsampled plate, or a
-        latent site is missing in the posterior or has another shape there.
+        If there is no posterior; if the model has no latent site, a discrete one or a subsampled
+        plate; or if a latent site is missing in the posterior or has another shape there.
 
     Warns
     -----
@@ -80,6 +83,8 @@ def attach_scores(data: Any, model: Callable[..., Any], *args: Any, **kwargs: An
             f"the data have no group 'posterior' (groups: {', '.join(_arviz.group_names(data))})"
         )
     target = registry.target(model, *args, **kwargs)
+    if not target.latent:
+        raise ValueError("the model has no latent site, hence no score")
     discrete = [site.name for site in target.latent if site.discrete]
     if discrete:
         raise ValueError(
@@ -93,7 +98,8 @@ def attach_scores(data: Any, model: Callable[..., Any], *args: Any, **kwargs: An
                 "random, but a score is that of all data: make its subsample_size the full size"
             )
     sample_dims = _arviz.default_sample_dims()
-    sample_shape, values = (), {}
+    sample_shape: tuple[int, ...] = ()
+    values: Values = {}
     for site in target.latent:
         if site.name not in posterior.data_vars:
             raise ValueError(
@@ -118,22 +124,31 @@ def attach_scores(data: Any, model: Callable[..., Any], *args: Any, **kwargs: An
         score = jax.grad(target.log_density)(z, *args, **kwargs)
         return target.unravel(z), target.unravel(score)
 
-    points, scores = jax.jit(
-        lambda draws: jax.lax.map(point_and_score, draws, batch_size=_DRAWS_AT_ONCE)
-    )(values)
+    n = math.prod(sample_shape)
+    at_once = min(n, _DRAWS_AT_ONCE)
+    # A last batch that is not full would be compiled once more: repeat the last draw instead.
+    padded = {
+        name: np.concatenate([v, v[-1:].repeat(-n % at_once, 0)]) for name, v in values.items()
+    }
+    points, scores = jax.tree.map(
+        lambda leaf: np.asarray(leaf[:n]),
+        jax.jit(lambda draws: jax.lax.map(point_and_score, draws, batch_size=at_once))(padded),
+    )
 
     groups = {
-        UNCONSTRAINED: _dataset(points, posterior, sample_dims, sample_shape),
-        score_group(UNCONSTRAINED): _dataset(scores, posterior, sample_dims, sample_shape),
+        UNCONSTRAINED: unconstrained_dataset(points, posterior, sample_dims, sample_shape),
+        score_group(UNCONSTRAINED): unconstrained_dataset(
+            scores, posterior, sample_dims, sample_shape
+        ),
     }
     _warn_of_boundary(points, scores)
     return _arviz.with_groups(data, groups)
 
 
-def _warn_of_boundary(points: dict[str, jax.Array], scores: dict[str, jax.Array]) -> None:
+def _warn_of_boundary(points: Values, scores: Values) -> None:
     finite: dict[str, npt.NDArray[np.bool_]] = {}
     for name in points:
-        pair = np.stack([np.asarray(points[name]), np.asarray(scores[name])])
+        pair = np.stack([points[name], scores[name]])
         finite[name] = np.isfinite(pair).all(axis=(0, *range(2, pair.ndim)))
     kept = np.logical_and.reduce(list(finite.values()))
     if not kept.all():
@@ -146,8 +161,8 @@ def _warn_of_boundary(points: dict[str, jax.Array], scores: dict[str, jax.Array]
         )
 
 
-def _dataset(
-    values: dict[str, jax.Array],
+def unconstrained_dataset(
+    values: Mapping[str, npt.NDArray[Any] | jax.Array],
     posterior: xr.Dataset,
     sample_dims: tuple[str, ...],
     sample_shape: tuple[int, ...],

@@ -33,10 +33,10 @@ def summary(
 ) -> pd.DataFrame:
     """Return ``arviz.summary`` of the posterior with two Stein columns.
 
-    ``psd`` is the marginal discrepancy of the row's unconstrained coordinate (see `psd`), in
-    standard deviations of that coordinate. ``psd_t`` is the largest of |mean / MCSE| over the
-    Stein features of degree 1 to `order` of the coordinate: a value above 4 says that the draws
-    are biased by more than Monte Carlo error explains.
+    ``psd`` is the marginal discrepancy of the row's unconstrained coordinate (see `psd`), which
+    Monte Carlo error makes large where coordinates are strongly correlated. ``psd_t`` is the
+    largest of |mean / MCSE| over the Stein features of degree 1 to `order` of the coordinate: a
+    value above 4 says that the draws are biased by more than Monte Carlo error explains.
 
     The rows of a site whose unconstrained shape differs from its own (simplices, correlation
     matrices) all show the site's worst coordinate. Both columns are NaN for discrete and

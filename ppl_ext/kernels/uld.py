@@ -47,11 +47,12 @@ SPLITTINGS = {"baoab": "BAOAB", "obabo": "OBABO"}
 # Var(W) grows like step_size**ENERGY_ORDER at stationarity
 ENERGY_ORDER = {"baoab": 5, "obabo": 6}
 
-# a step whose energy error is larger has exploded; Stan and NumPyro use the same bound
-MAX_ENERGY_ERROR = 1000.0
+# a step is undone when its energy error exceeds this many standard deviations (plus this much):
+# a Metropolis step would accept it with a probability below exp(-20)
+MAX_ENERGY_ERROR = 20.0
 
 # upper bound of step_size * sqrt(largest curvature); both splittings are unstable from 2 on
-MAX_STABLE_STEP = 0.7
+MAX_STABLE_STEP = 0.8
 
 # dynamics time per draw, in units of the posterior width: adjacent draws then correlate little
 TIME_PER_DRAW = 2.0
@@ -104,7 +105,7 @@ class AdaptState(NamedTuple):
     step_size: Array  # () time in y coordinates
     friction: Array  # () inverse time
     scale: Array  # (d,) or (d, d): L, with L L^T the inverse mass matrix
-    curvature: Array  # () largest eigenvalue of L^T (Hess U) L seen
+    curvature: Array  # () largest eigenvalue of L^T (Hess U) L seen lately
     trace: Array  # () mean |L^T grad U|^2 = trace of E L^T (Hess U) L (Bartlett identity)
     width: Array  # () largest standard deviation of y in any direction
     energy_coefficient: Array  # () Var(W) / (d step_size^order)
@@ -225,6 +226,7 @@ def step(state: State, target: Target, settings: Settings, num_warmup: int) -> S
     )
     size, dtype = phase.x.size, phase.x.dtype
     num_normals = SPLITTINGS[settings.integrator].count("O")
+    bound = MAX_ENERGY_ERROR * (1 + math.sqrt(size * settings.energy_error_target))
 
     def body(j: Array, carry: tuple) -> tuple:
         phase, error, square, undone = carry
@@ -232,7 +234,7 @@ def step(state: State, target: Target, settings: Settings, num_warmup: int) -> S
         new, w = integrator_step(noise, phase, target, settings.integrator, adapt)
         # a step into a region without density, or one that explodes, is undone: position kept,
         # velocity reversed, which is what a Metropolis step would do
-        kept = jnp.isfinite(w) & (jnp.abs(w) < MAX_ENERGY_ERROR) & jnp.isfinite(new.grad).all()
+        kept = jnp.isfinite(w) & (w < bound) & jnp.isfinite(new.grad).all()
         undo = phase._replace(v=-phase.v)
         phase = jax.tree.map(lambda a, b: jnp.where(kept, a, b), new, undo)
         w = jnp.where(kept, w, 0.0)
@@ -361,15 +363,16 @@ def _update_energy_coefficient(a: AdaptState, state: State, settings: Settings) 
     """Weighted running estimate of Var(W) / (d h^p), after Robnik & Seljak's controller."""
     order, target = ENERGY_ORDER[settings.integrator], settings.energy_error_target
     ratio = state.mean_square_error / target
-    # energies that no stationary chain has at any sensible step count for little
-    weight = jnp.exp(-0.5 * (jnp.log(ratio + 1e-8) / (1.5 * order)) ** 2)
+    # energy errors that no stationary chain has at a sensible step size, rounding errors at a
+    # tiny one among them, count for little
+    weight = jnp.exp(-0.5 * (jnp.log(ratio + 1e-30) / (1.5 * order)) ** 2)
     coefficient = state.mean_square_error / a.step_size**order
     # a chain that explodes needs a smaller step at once: half of it
     exploded = state.diverging & (state.accept_prob < 0.5)
     coefficient = jnp.where(exploded, target / (a.step_size / 2) ** order, coefficient)
     weight = jnp.where(exploded, 10.0, weight)
     total = (149 / 151) * a.energy_weight + weight
-    share = weight / jnp.maximum(total, 1e-30)
+    share = weight / (total + 1e-2)
     return a._replace(
         energy_coefficient=a.energy_coefficient + share * (coefficient - a.energy_coefficient),
         energy_weight=total,
@@ -416,7 +419,11 @@ def _update_metric(a: AdaptState, settings: Settings) -> AdaptState:
 
 
 def _update_curvature(a: AdaptState, x: Array, target: Target, iterations: Any) -> AdaptState:
-    """Power method on Hessian-vector products; the largest value since the metric changed."""
+    """Power method on Hessian-vector products; the largest recent value.
+
+    The memory is a share of the window, so that the high curvatures on the way from the start
+    to the posterior are forgotten.
+    """
     grad = jax.grad(lambda x: -target.log_density(x))
 
     def body(_: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -431,7 +438,8 @@ def _update_curvature(a: AdaptState, x: Array, target: Target, iterations: Any) 
     direction, curvature = jax.lax.fori_loop(
         0, iterations, body, (a.direction, jnp.zeros_like(a.curvature))
     )
-    return a._replace(direction=direction, curvature=jnp.maximum(a.curvature, curvature))
+    remembered = a.curvature * (1 - 2 / (10 + a.count))
+    return a._replace(direction=direction, curvature=jnp.maximum(remembered, curvature))
 
 
 def _set_step(a: AdaptState, settings: Settings) -> AdaptState:

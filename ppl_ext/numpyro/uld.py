@@ -53,8 +53,8 @@ class ULD(Kernel):
     Notes
     -----
     Biased, with the bias monitored: see `ppl_ext.diagnostics.uld_report`. Steps that land where
-    the density vanishes or is NaN, or whose energy error exceeds 1,000, are undone and counted
-    (`diverging`, `num_divergences`). Every draw keeps its gradient, so that Stein diagnostics
+    the density vanishes or is NaN, or whose energy error a Metropolis step would accept with a
+    probability below exp(-20), are undone and counted (`diverging`, `num_divergences`). Every draw keeps its gradient, so that Stein diagnostics
     are free. Sources: arXiv 2603.02429; Leimkuhler & Matthews, Appl. Math. Res. Express 2013.
 
     Examples
@@ -108,6 +108,11 @@ class ULD(Kernel):
         self._settings = uld.Settings(
             integrator, step_size, friction, num_steps, precondition, bias_tolerance
         )
+
+    @property
+    def settings(self) -> uld.Settings:
+        """The arguments that the algorithm reads."""
+        return self._settings
 
     def _check_target(self, target: Target) -> None:
         target.check_continuous("ULD")

@@ -43,6 +43,30 @@ def test_population_value_of_a_wrong_correlation() -> None:
     np.testing.assert_allclose(psd(x, -x, interactions=True), rho, rtol=1e-9)
 
 
+def test_unbiased_square_is_the_mean_over_pairs_of_draws() -> None:
+    rng = np.random.default_rng(1)
+    x = 1 + rng.normal(size=(2, 30, 2))
+    z = SteinBasis(2, 3, True, "monomial")(x.reshape(-1, 2).T, -x.reshape(-1, 2).T)
+    products = z.T @ z
+    pairs = (products.sum() - products.trace()) / (60 * 59)
+    options = PAPER | {"order": 3, "unbiased": True}
+    assert psd(x, -x, **options) == pytest.approx(pairs)
+    first = products[:30, :30]
+    expected = (first.sum() - first.trace()) / (30 * 29)
+    assert psd(x, -x, **options, per_chain=True)[0] == pytest.approx(expected)
+    marginal = psd(x, -x, order=3, unbiased=True, **{k: PAPER[k] for k in ("basis", "standardize")})
+    powers = z[[0, 2, 5]].T @ z[[0, 2, 5]]
+    assert marginal[0] == pytest.approx((powers.sum() - powers.trace()) / (60 * 59))
+
+
+def test_expected_square_for_exact_draws() -> None:
+    """V: the mean of Var(A x) + Var(A x^2) = 1 + 8, over n; U: zero."""
+    x = np.random.default_rng(2).normal(size=(400, 50))
+    options = {"basis": "monomial", "standardize": None, "per_chain": True}
+    assert np.mean(psd(x, -x, **options) ** 2) == pytest.approx(9 / 50, rel=0.2)
+    assert np.mean(psd(x, -x, unbiased=True, **options)) == pytest.approx(0, abs=0.04)
+
+
 @pytest.mark.parametrize("standardize", ["diag", "full"])
 @pytest.mark.parametrize("order", [1, 2, 3, 4])
 def test_standardised_value_does_not_depend_on_units(standardize: str, order: int) -> None:

@@ -1,0 +1,100 @@
+"""Finished run -> ArviZ, with the scores that Stein diagnostics need."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import xarray as xr
+
+from ppl_ext import _arviz, registry
+from ppl_ext.diagnostics.draws import UNCONSTRAINED, score_group
+from ppl_ext.diagnostics.scores import unconstrained_dataset
+
+if TYPE_CHECKING:
+    from numpyro.infer import MCMC
+
+
+def to_arviz(mcmc: MCMC, *, log_likelihood: bool = False, **kwargs: Any) -> Any:
+    """Convert a finished run to the container of the installed ArviZ.
+
+    Parameters
+    ----------
+    mcmc : numpyro.infer.MCMC
+        After `run`.
+    log_likelihood : bool
+        Also compute the log likelihood of each datum for each draw.
+    **kwargs
+        Passed on to `arviz.from_numpyro`, for example `coords` and `dims`.
+
+    Returns
+    -------
+    arviz.InferenceData or xarray.DataTree
+        Groups `posterior`, `sample_stats`, `observed_data` and, where the run kept gradients,
+        `unconstrained_posterior` and `unconstrained_posterior_score`. ULD always keeps them;
+        NumPyro's HMC and NUTS do with `mcmc.run(..., extra_fields=("z_grad",))`. For other
+        runs call `ppl_ext.diagnostics.attach_scores` on the result.
+
+    Raises
+    ------
+    ValueError
+        When `mcmc` has not been run.
+
+    Examples
+    --------
+    >>> import jax, numpyro, numpyro.distributions as dist, ppl_ext
+    >>> from numpyro.infer import MCMC, NUTS
+    >>> def model():
+    ...     numpyro.sample("sigma", dist.HalfNormal(2.0))
+    >>> mcmc = MCMC(NUTS(model), num_warmup=50, num_samples=50, progress_bar=False)
+    >>> mcmc.run(jax.random.key(0), extra_fields=("z_grad",))
+    >>> data = ppl_ext.to_arviz(mcmc)
+    >>> data["unconstrained_posterior_score"]["sigma"].shape
+    (1, 50)
+    """
+    if mcmc.last_state is None:
+        raise ValueError("`mcmc` holds no draws: call `mcmc.run` first.")
+    with warnings.catch_warnings():
+        # ArviZ traces the model with its full-size plates, which NumPyro remarks on
+        warnings.filterwarnings("ignore", ".*subsample_size.*", UserWarning)
+        data = _arviz.arviz().from_numpyro(mcmc, log_likelihood=log_likelihood, **kwargs)
+    fields = mcmc.get_extra_fields(group_by_chain=True)
+    if not isinstance(fields.get("z_grad"), dict):
+        return data
+    posterior = _arviz.get_group(data, "posterior")
+    assert posterior is not None
+    grad = fields["z_grad"]
+    points = fields.get("unconstrained_z")
+    if points is None:
+        points = _unconstrained(mcmc, grad)
+    scores = jax.tree.map(jnp.negative, grad)
+    return _arviz.with_groups(
+        data,
+        {
+            UNCONSTRAINED: _dataset(points, posterior),
+            score_group(UNCONSTRAINED): _dataset(scores, posterior),
+        },
+    )
+
+
+def _unconstrained(mcmc: MCMC, sites: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Unconstrained values of the latent `sites`, computed from the constrained draws."""
+    samples = mcmc.get_samples(group_by_chain=True)
+    model = mcmc.sampler.model
+    if model is None:
+        return {name: samples[name] for name in sites}
+    args, kwargs = mcmc._args, mcmc._kwargs
+    target = registry.target(model, *args, **kwargs)
+
+    def one(draw: dict[str, jax.Array]) -> Any:
+        return target.unravel(target.unconstrain(draw, *args, **kwargs))
+
+    return jax.jit(jax.vmap(jax.vmap(one)))({name: samples[name] for name in sites})
+
+
+def _dataset(values: dict[str, jax.Array], posterior: xr.Dataset) -> xr.Dataset:
+    (shape,) = {value.shape[:2] for value in values.values()}
+    flat = {name: value.reshape(-1, *value.shape[2:]) for name, value in values.items()}
+    return unconstrained_dataset(flat, posterior, ("chain", "draw"), shape)
