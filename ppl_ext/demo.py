@@ -62,7 +62,7 @@ def run(output: str) -> None:
             f"{errors['mean error'].max():.3f}, sds at most {errors['sd error'].max():.3f}"
         )
         print(
-            f"gradients, warm-up included: {result.gradients:,}; seconds, compilation included: "
+            f"gradients after warm-up: {result.gradients:,}; seconds, compilation included: "
             f"{result.seconds:.1f}"
         )
         if result.kernel == "ULD":
@@ -80,15 +80,14 @@ def _sample(problem: Problem, kernel: str, algorithm: Any) -> Result:
         chain_method="vectorized",
         progress_bar=False,
     )
-    fields = ("num_steps", "z_grad")
     start = time.perf_counter()
-    # warm-up draws are collected for their gradient counts only
-    mcmc.warmup(
-        jax.random.key(0), *problem.args, **problem.kwargs, extra_fields=fields, collect_warmup=True
+    mcmc.run(
+        jax.random.key(0),
+        *problem.args,
+        **problem.kwargs,
+        extra_fields=("num_steps", "z_grad"),
     )
     gradients = int(mcmc.get_extra_fields()["num_steps"].sum())
-    mcmc.run(jax.random.key(1), *problem.args, **problem.kwargs, extra_fields=fields)
-    gradients += int(mcmc.get_extra_fields()["num_steps"].sum())
     seconds = time.perf_counter() - start
     return Result(problem, kernel, mcmc, to_arviz(mcmc), gradients, seconds)
 

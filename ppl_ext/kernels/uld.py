@@ -13,7 +13,7 @@ with e = exp(-friction t). Each letter of `baoab` or `obabo` takes its share of 
 per step; memory O(d), whatever the number of steps.
 
 Biased: there is no accept step. On a Gaussian target the law of x is exact for `baoab`, and
-`obabo` has variance (1 + h^2 lambda / 4) / lambda for curvature lambda in y coordinates. The
+`obabo` has variance 1 / (lambda (1 - h^2 lambda / 4)) for curvature lambda in y coordinates. The
 error is monitored through the energy error of each step ("shadow work"),
 
     W = U(x') - U(x) + sum over B parts of [ |v_after|^2 - |v_before|^2 ] / 2,
@@ -108,15 +108,14 @@ class AdaptState(NamedTuple):
     curvature: Array  # () largest eigenvalue of L^T (Hess U) L seen lately
     trace: Array  # () mean |L^T grad U|^2 = trace of E L^T (Hess U) L (Bartlett identity)
     width: Array  # () largest standard deviation of y in any direction
-    energy_coefficient: Array  # () Var(W) / (d step_size^order)
-    energy_weight: Array  # () weight behind energy_coefficient
+    log_step: Array  # () log of the step size that the energy error asks for
     direction: Array  # (d,) unit vector: iterate of the power method for `curvature`
     widest: Array  # (d,) running sum whose direction approaches the widest one
-    count: Array  # () draws in the running moments below
+    num_draws: Array  # () draws in the running moments below
     mean: Array  # (d,) mean of x
-    moment: Array  # (d,) or (d, d) centred second moment of x, times count
+    moment: Array  # (d,) or (d, d) centred second moment of x, times num_draws
     grad_mean: Array  # (d,) mean of grad U
-    grad_moment: Array  # (d,) centred second moment of grad U, times count
+    grad_moment: Array  # (d,) centred second moment of grad U, times num_draws
 
 
 class _Fields(NamedTuple):
@@ -171,17 +170,16 @@ def init(key: Array, z: PyTree, target: Target, settings: Settings) -> State:
         curvature=zero,
         trace=zero,
         width=jnp.ones((), dtype),
-        energy_coefficient=zero,
-        energy_weight=zero,
+        log_step=zero,
         direction=direction / jnp.linalg.norm(direction),
         widest=direction,
-        count=zero,
+        num_draws=zero,
         mean=zeros,
         moment=jnp.diag(zeros) if dense else zeros,
         grad_mean=zeros,
         grad_moment=zeros,
     )
-    adapt = _set_step(_update_curvature(adapt, x, target, POWER_ITERATIONS), settings)
+    adapt = _restart_step(_update_curvature(adapt, x, target, POWER_ITERATIONS), settings)
     velocity = jax.random.normal(key_velocity, x.shape, dtype)
     potential_energy = potential_energy.astype(dtype)
     return State(
@@ -218,13 +216,17 @@ def refresh(state: State, target: Target) -> State:
 def step(state: State, target: Target, settings: Settings, num_warmup: int) -> State:
     """One draw: several integrator steps, then adaptation while `i < num_warmup`."""
     state = _run_if(state.stale, lambda s: refresh(s, target), state)
-    key, key_steps = jax.random.split(state.rng_key)
+    key, key_steps, key_velocity = jax.random.split(state.rng_key, 3)
+    warming = state.i < num_warmup
     adapt = state.adapt_state
     num_steps = _num_steps(state.i, adapt, settings, num_warmup)
     phase = Phase(
         target.ravel(state.z), state.velocity, state.potential_energy, target.ravel(state.z_grad)
     )
     size, dtype = phase.x.size, phase.x.dtype
+    # on the way down from a far start the friction alone would take long to cool the chain
+    fresh = jax.random.normal(key_velocity, (size,), dtype)
+    phase = phase._replace(v=jnp.where(warming, fresh, phase.v))
     num_normals = SPLITTINGS[settings.integrator].count("O")
     bound = MAX_ENERGY_ERROR * (1 + math.sqrt(size * settings.energy_error_target))
 
@@ -234,7 +236,9 @@ def step(state: State, target: Target, settings: Settings, num_warmup: int) -> S
         new, w = integrator_step(noise, phase, target, settings.integrator, adapt)
         # a step into a region without density, or one that explodes, is undone: position kept,
         # velocity reversed, which is what a Metropolis step would do
-        kept = jnp.isfinite(w) & (w < bound) & jnp.isfinite(new.grad).all()
+        # (in warm-up a step downhill is kept, however inexact)
+        downhill = warming & (new.potential_energy < phase.potential_energy)
+        kept = jnp.isfinite(w) & ((w < bound) | downhill) & jnp.isfinite(new.grad).all()
         undo = phase._replace(v=-phase.v)
         phase = jax.tree.map(lambda a, b: jnp.where(kept, a, b), new, undo)
         w = jnp.where(kept, w, 0.0)
@@ -262,9 +266,7 @@ def step(state: State, target: Target, settings: Settings, num_warmup: int) -> S
         stale=state.stale,
         rng_key=key,
     )
-    return _run_if(
-        state.i < num_warmup, lambda s: _adapt(s, phase, target, settings, num_warmup), new
-    )
+    return _run_if(warming, lambda s: _adapt(s, phase, target, settings, num_warmup), new)
 
 
 def integrator_step(
@@ -326,17 +328,20 @@ def _adapt(
     if settings.precondition is None:
         update_metric &= False
     adapt = _update_moments(state.adapt_state, phase)
-    adapt = _update_energy_coefficient(adapt, state, settings)
-    adapt = _run_if(update_metric, lambda a: _update_metric(a, settings), adapt)
+    adapt = _update_log_step(adapt, state, settings)
+    # correlations seen on the way from the start mislead; scales do not
+    with_correlations = state.i > 0.3 * num_warmup
+    adapt = _run_if(update_metric, lambda a: _update_metric(a, with_correlations), adapt)
     # the curvature belongs to the coordinates: a new metric starts the power method again
     iterations = jnp.where(update_metric, POWER_ITERATIONS, 1)
     adapt = _update_curvature(adapt, phase.x, target, iterations)
+    adapt = _run_if(update_metric, lambda a: _restart_step(a, settings), adapt)
     return state._replace(adapt_state=_set_step(adapt, settings))
 
 
 def _update_moments(a: AdaptState, phase: Phase) -> AdaptState:
     """Welford's recursion for mean and covariance of x and of the gradient, trace and width."""
-    count = a.count + 1
+    count = a.num_draws + 1
     delta, grad_delta = phase.x - a.mean, phase.grad - a.grad_mean
     mean, grad_mean = a.mean + delta / count, a.grad_mean + grad_delta / count
     dense = a.scale.ndim == 2
@@ -347,7 +352,7 @@ def _update_moments(a: AdaptState, phase: Phase) -> AdaptState:
     projection = y @ a.widest / jnp.linalg.norm(a.widest)
     variance = a.width**2 + (projection**2 - a.width**2) / count
     return a._replace(
-        count=count,
+        num_draws=count,
         mean=mean,
         moment=a.moment + product,
         grad_mean=grad_mean,
@@ -359,27 +364,17 @@ def _update_moments(a: AdaptState, phase: Phase) -> AdaptState:
     )
 
 
-def _update_energy_coefficient(a: AdaptState, state: State, settings: Settings) -> AdaptState:
-    """Weighted running estimate of Var(W) / (d h^p), after Robnik & Seljak's controller."""
+def _update_log_step(a: AdaptState, state: State, settings: Settings) -> AdaptState:
+    """Robbins-Monro recursion for the step size at which Var(W) / d meets its target."""
     order, target = ENERGY_ORDER[settings.integrator], settings.energy_error_target
-    ratio = state.mean_square_error / target
-    # energy errors that no stationary chain has at a sensible step size, rounding errors at a
-    # tiny one among them, count for little
-    weight = jnp.exp(-0.5 * (jnp.log(ratio + 1e-30) / (1.5 * order)) ** 2)
-    coefficient = state.mean_square_error / a.step_size**order
-    # a chain that explodes needs a smaller step at once: half of it
-    exploded = state.diverging & (state.accept_prob < 0.5)
-    coefficient = jnp.where(exploded, target / (a.step_size / 2) ** order, coefficient)
-    weight = jnp.where(exploded, 10.0, weight)
-    total = (149 / 151) * a.energy_weight + weight
-    share = weight / (total + 1e-2)
-    return a._replace(
-        energy_coefficient=a.energy_coefficient + share * (coefficient - a.energy_coefficient),
-        energy_weight=total,
-    )
+    change = -jnp.log(state.mean_square_error / target + 1e-12) / order
+    # a chain most steps of which are undone needs a smaller step at once
+    change = jnp.where(state.accept_prob < 0.5, -jnp.inf, change)
+    rate = jnp.maximum(0.1, 5 / (5 + a.num_draws))
+    return a._replace(log_step=a.log_step + jnp.clip(rate * change, -math.log(2), 0.3))
 
 
-def _update_metric(a: AdaptState, settings: Settings) -> AdaptState:
+def _update_metric(a: AdaptState, with_correlations: Array) -> AdaptState:
     """L from the moments of this window, then start a new window.
 
     The diagonal is the geometric mean of Var(x) and 1 / Var(grad U): exact for independent
@@ -395,8 +390,8 @@ def _update_metric(a: AdaptState, settings: Settings) -> AdaptState:
     known = (moment > tiny) & (a.grad_moment > tiny) & jnp.isfinite(diagonal)
     diagonal = jnp.where(known, diagonal, old)
     if dense:
-        weight = a.count / (a.count + 5)
-        covariance = weight * a.moment / (a.count - 1) + (1 - weight) * jnp.diag(diagonal)
+        weight = jnp.where(with_correlations, a.num_draws / (a.num_draws + 5), 0.0)
+        covariance = weight * a.moment / (a.num_draws - 1) + (1 - weight) * jnp.diag(diagonal)
         # factor the correlation matrix: scales may differ by more than float32 resolves
         sd = jnp.sqrt(jnp.diag(covariance))
         factor = sd[:, None] * jnp.linalg.cholesky(covariance / jnp.outer(sd, sd))
@@ -408,9 +403,7 @@ def _update_metric(a: AdaptState, settings: Settings) -> AdaptState:
         scale=scale,
         curvature=jnp.zeros_like(a.curvature),
         width=jnp.ones_like(a.width),
-        energy_coefficient=jnp.zeros_like(a.energy_coefficient),
-        energy_weight=jnp.zeros_like(a.energy_weight),
-        count=jnp.zeros_like(a.count),
+        num_draws=jnp.zeros_like(a.num_draws),
         mean=zeros,
         moment=jnp.zeros_like(a.moment),
         grad_mean=zeros,
@@ -438,20 +431,23 @@ def _update_curvature(a: AdaptState, x: Array, target: Target, iterations: Any) 
     direction, curvature = jax.lax.fori_loop(
         0, iterations, body, (a.direction, jnp.zeros_like(a.curvature))
     )
-    remembered = a.curvature * (1 - 2 / (10 + a.count))
+    remembered = a.curvature * (1 - 2 / (10 + a.num_draws))
     return a._replace(direction=direction, curvature=jnp.maximum(remembered, curvature))
 
 
-def _set_step(a: AdaptState, settings: Settings) -> AdaptState:
-    order = ENERGY_ORDER[settings.integrator]
+def _restart_step(a: AdaptState, settings: Settings) -> AdaptState:
+    """Step size, in new coordinates, from the curvature alone."""
     cap = settings.max_stable_step / jnp.sqrt(jnp.maximum(a.curvature, 1e-12))
-    by_energy = (settings.energy_error_target / jnp.maximum(a.energy_coefficient, 1e-30)) ** (
-        1 / order
-    )
-    step_size = jnp.where(a.energy_weight > 0, jnp.minimum(by_energy, cap), cap)
+    return _set_step(a._replace(log_step=jnp.log(cap / 2)), settings)
+
+
+def _set_step(a: AdaptState, settings: Settings) -> AdaptState:
+    cap = settings.max_stable_step / jnp.sqrt(jnp.maximum(a.curvature, 1e-12))
+    log_step = jnp.minimum(a.log_step, jnp.log(cap))
     friction = 1 / a.width
     return a._replace(
-        step_size=jnp.full_like(step_size, settings.step_size or step_size),
+        log_step=log_step,
+        step_size=jnp.full_like(log_step, settings.step_size or jnp.exp(log_step)),
         friction=jnp.full_like(friction, settings.friction or friction),
     )
 

@@ -156,7 +156,7 @@ def load(name: str, ppl: str = "numpyro") -> Problem:
         raise ValueError(f"ppl must be one of {tuple(_PROGRAMS)}, not {ppl!r}")
     names = list_problems()
     if name not in names:
-        close = difflib.get_close_matches(name, names, cutoff=0.5)
+        close = difflib.get_close_matches(str(name), names, cutoff=0.5)
         hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ";"
         raise ValueError(
             f"there is no problem {name!r}{hint} ppl_ext.models.list() returns the names of all"

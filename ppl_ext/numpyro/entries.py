@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 import numpyro
@@ -17,7 +19,7 @@ def normal_with_known_variances() -> Example:
     noise = np.array([1.0, 0.5, 10.0])
     prior_sd = 5.0
 
-    def model(y, noise):
+    def model(y: Any, noise: Any) -> None:
         with numpyro.plate("group", noise.shape[0]):
             theta = numpyro.sample("theta", dist.Normal(0.0, prior_sd))
             numpyro.sample("y", dist.Normal(theta, noise).expand(jnp.shape(y)), obs=y)

@@ -47,7 +47,8 @@ class Kernel(MCMCKernel):
         self._potential_fn = potential_fn
         self._init_strategy = init_strategy
         self._num_warmup = 0
-        self._reset()
+        self._target: Target | None = None
+        self._sample_fn: Callable[..., Any] | None = None
 
     # --- the algorithm -----------------------------------------------------------------------
 
@@ -208,8 +209,8 @@ class Kernel(MCMCKernel):
         return self.postprocess_fn(model_args, model_kwargs)
 
     def _reset(self) -> None:
-        self._target: Target | None = None
-        self._sample_fn: Callable[..., Any] | None = None
+        self._target = None
+        self._sample_fn = None
 
     def __getstate__(self) -> dict[str, Any]:
         # closures are rebuilt by the next `init`
@@ -236,4 +237,3 @@ def check_choice(kernel: str, name: str, value: Any, choices: tuple[Any, ...]) -
     """Raise unless `value` is one of `choices`."""
     if value not in choices:
         raise argument_error(kernel, name, value, f"one of {', '.join(map(repr, choices))}")
-

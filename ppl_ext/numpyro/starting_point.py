@@ -96,7 +96,6 @@ def _guilty_sites(model: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
         valid = jnp.all(message["fn"].support(message["value"]))
         if not_jax_tracer(log_prob) and not (jnp.isfinite(log_prob).all() and valid):
             role = "observed site" if message["is_observed"] else "site"
-            bad = int((~jnp.isfinite(log_prob)).sum())
             count = int((~jnp.isfinite(log_prob)).sum())
             reason = (
                 f"{count} of {log_prob.size} log densities not finite"

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from numpyro.distributions import Delta, constraints
+from numpyro.distributions import Delta, Unit, constraints
 from numpyro.distributions.transforms import biject_to
 from numpyro.handlers import seed, substitute, trace
 from numpyro.infer.initialization import init_to_sample
@@ -54,7 +54,9 @@ def target(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Target:
     sites = tuple(
         _describe(message)
         for message in messages.values()
-        if message["type"] in ("sample", "deterministic")
+        if message["type"] == "deterministic"
+        # a `factor` is a sample site of the Unit distribution, without a value
+        or (message["type"] == "sample" and not isinstance(message["fn"], Unit))
     )
     plates = tuple(
         Plate(name, message["args"][0], message["args"][1] or message["args"][0])

@@ -54,7 +54,8 @@ class ULD(Kernel):
     -----
     Biased, with the bias monitored: see `ppl_ext.diagnostics.uld_report`. Steps that land where
     the density vanishes or is NaN, or whose energy error a Metropolis step would accept with a
-    probability below exp(-20), are undone and counted (`diverging`, `num_divergences`). Every draw keeps its gradient, so that Stein diagnostics
+    probability below exp(-20), are undone and counted (`diverging`, `num_divergences`).
+    Every draw keeps its gradient, so that Stein diagnostics
     are free. Sources: arXiv 2603.02429; Leimkuhler & Matthews, Appl. Math. Res. Express 2013.
 
     Examples

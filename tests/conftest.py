@@ -1,0 +1,29 @@
+"""Two host devices, a compilation cache, and float64 on request."""
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+
+import jax
+import pytest
+
+CACHE = Path(__file__).parents[1] / ".cache" / "jax"
+
+
+def pytest_configure():
+    jax.config.update("jax_compilation_cache_dir", str(CACHE))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+
+
+@pytest.fixture
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture
+def progress_bar_possible(monkeypatch):
+    """NumPyro switches its progress bar off where these are set."""
+    monkeypatch.delenv("CI", raising=False)
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
