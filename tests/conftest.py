@@ -20,6 +20,8 @@ def pytest_configure():
 def x64():
     with jax.enable_x64(True):
         yield
+    # what was traced for the same functions and data must not serve float32 tests
+    jax.clear_caches()
 
 
 @pytest.fixture

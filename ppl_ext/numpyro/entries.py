@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
@@ -20,9 +19,10 @@ def normal_with_known_variances() -> Example:
     prior_sd = 5.0
 
     def model(y: Any, noise: Any) -> None:
-        with numpyro.plate("group", noise.shape[0]):
+        with numpyro.plate("group", noise.shape[0], dim=-1):
             theta = numpyro.sample("theta", dist.Normal(0.0, prior_sd))
-            numpyro.sample("y", dist.Normal(theta, noise).expand(jnp.shape(y)), obs=y)
+            with numpyro.plate("repeat", y.shape[0], dim=-2):
+                numpyro.sample("y", dist.Normal(theta, noise), obs=y)
         numpyro.deterministic("total", theta.sum())
 
     precision = len(y) / noise**2 + 1 / prior_sd**2

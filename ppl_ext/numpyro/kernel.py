@@ -14,7 +14,12 @@ from numpyro.infer.util import initialize_model
 from numpyro.util import identity, is_prng_key, not_jax_tracer
 
 from ppl_ext.errors import InitializationError
-from ppl_ext.numpyro.starting_point import check_density, check_init_params, describe_failure
+from ppl_ext.numpyro.starting_point import (
+    check_density,
+    check_init_params,
+    check_observations,
+    describe_failure,
+)
 from ppl_ext.numpyro.target import target as build_target
 from ppl_ext.target import Array, PyTree, Target, potential_target
 
@@ -99,6 +104,7 @@ class Kernel(MCMCKernel):
         else:
             self._target = build_target(self._model, *model_args, **model_kwargs)
             self._check_target(self._target)
+            check_observations(self._model, model_args, model_kwargs)
             split = jax.vmap(jax.random.split)(rng_key) if batched else jax.random.split(rng_key)
             rng_key, key_start = (split[:, 0], split[:, 1]) if batched else split
             z = self._start(key_start, init_params, batched, model_args, model_kwargs)

@@ -9,7 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpyro.distributions import MaskedDistribution, Unit
 from numpyro.handlers import seed, substitute, trace
+from numpyro.infer.initialization import init_to_sample
 from numpyro.util import not_jax_tracer
 
 from ppl_ext.errors import InitializationError
@@ -41,6 +43,33 @@ def check_init_params(init_params: Any, target: Target, batch: tuple[int, ...]) 
                 f"site '{name}' has shape {batch + shape} here."
             )
     return {name: jnp.asarray(init_params[name]) for name in target.structure}
+
+
+def check_observations(
+    model: Callable[..., Any], model_args: tuple, model_kwargs: dict[str, Any]
+) -> None:
+    """Raise `InitializationError` when observed values lie outside their site's support.
+
+    Some densities are finite there, so that a sampler would not notice. Missing (NaN) and masked
+    values are left alone.
+    """
+    prototype = substitute(seed(model, jax.random.key(0)), substitute_fn=init_to_sample)
+    messages = trace(prototype).get_trace(*model_args, **model_kwargs)
+    for name, message in messages.items():
+        if message["type"] != "sample" or not message["is_observed"]:
+            continue
+        distribution, value = message["fn"], message["value"]
+        if isinstance(distribution, (MaskedDistribution, Unit)):
+            continue
+        valid = distribution.support(value)
+        missing = jnp.isnan(value)
+        missing = missing.any(tuple(range(missing.ndim - distribution.event_dim, missing.ndim)))
+        outside = ~(valid | missing)
+        if not_jax_tracer(outside) and outside.any():
+            raise InitializationError(
+                f"Observed site '{name}' has {int(outside.sum())} values outside the support of "
+                f"its distribution {type(distribution).__name__}. Check the data."
+            )
 
 
 def check_density(

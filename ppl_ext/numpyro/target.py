@@ -50,7 +50,14 @@ def target(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Target:
     # init_to_sample also draws sites without a `sample` method, such as ImproperUniform. Only
     # names and shapes are kept: under a JAX transformation the values are tracers
     prototype = substitute(seed(model, jax.random.key(0)), substitute_fn=init_to_sample)
-    messages = trace(prototype).get_trace(*args, **kwargs)
+    try:
+        messages = trace(prototype).get_trace(*args, **kwargs)
+    except AssertionError as error:
+        if "size of plate" not in str(error):
+            raise
+        raise UnsupportedModelError(
+            "A plate of the model has size 0: the data are empty. Check the data passed to it."
+        ) from error
     sites = tuple(
         _describe(message)
         for message in messages.values()
@@ -101,6 +108,9 @@ def _describe(message: Mapping[str, Any]) -> Site:
     if common["discrete"] or isinstance(distribution, Delta):
         return Site(name, "latent", shape, **common)
     try:
+        if _innermost(support) is constraints.circular:
+            # NumPyro maps it to the real line, but cut open at pi, where chains would stall
+            raise NotImplementedError
         bijection = biject_to(support)
     except NotImplementedError as error:
         raise UnsupportedModelError(
@@ -123,10 +133,14 @@ def _family(distribution: Any) -> str:
     return type(distribution).__name__
 
 
-def _readable(support: Any) -> str:
+def _innermost(support: Any) -> Any:
     while isinstance(support, constraints.independent):
         support = support.base_constraint
-    return type(support).__name__.lstrip("_")
+    return support
+
+
+def _readable(support: Any) -> str:
+    return type(_innermost(support)).__name__.lstrip("_")
 
 
 def _potential_energy(model: Callable, z: PyTree, *args: Any, **kwargs: Any) -> Array:
