@@ -270,3 +270,11 @@ def test_a_short_warm_up_leaves_a_usable_step(num_warmup):
     state, (draws, _, _) = run(gaussian(CURVATURES), uld.Settings(), num_warmup, num_samples=100)
     assert 0 < state.adapt_state.step_size * np.sqrt(2.5) <= uld.MAX_STABLE_STEP * 1.001
     assert np.isfinite(draws).all() and draws.std() > 0.1
+
+
+def test_velocity_persists_from_draw_to_draw_after_warm_up():
+    target = gaussian(CURVATURES)
+    settings = uld.Settings(step_size=1e-4, friction=1e-4, num_steps=1)
+    start = uld.init(jax.random.key(0), {"x": jnp.ones(3)}, target, settings)
+    step = jax.jit(lambda state: uld.step(state, target, settings, 0))
+    np.testing.assert_allclose(step(start).velocity, start.velocity, atol=5e-3)
