@@ -12,8 +12,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Examples
     --------
     >>> from ppl_ext.cli import main
-    >>> main(["kernels"])  # doctest: +ELLIPSIS
-            language ...
+    >>> main(["kernels"])  # doctest: +ELLIPSIS, +NORMALIZE_WHITESPACE
+    language ...
     0
     """
     parser = argparse.ArgumentParser(prog="ppl_ext", description="Kernels for NumPyro and Pyro.")

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from numpyro.infer.gibbs import GIBBS_SITES_KWARG
 from numpyro.infer.initialization import init_to_uniform
 from numpyro.infer.mcmc import MCMCKernel
 from numpyro.infer.util import initialize_model
@@ -22,9 +23,6 @@ from ppl_ext.numpyro.starting_point import (
 )
 from ppl_ext.numpyro.target import target as build_target
 from ppl_ext.target import Array, PyTree, Target, potential_target
-
-# the keyword under which numpyro.infer.Gibbs passes the values of the other blocks' sites
-GIBBS_SITES = "_gibbs_sites"
 
 
 class Kernel(MCMCKernel):
@@ -128,7 +126,7 @@ class Kernel(MCMCKernel):
         """Unconstrained starting values, given or found by the init strategy."""
         assert self._target is not None
         if init_params is not None:
-            if GIBBS_SITES in model_kwargs:
+            if GIBBS_SITES_KWARG in model_kwargs:
                 # Gibbs hands constrained values to the blocks that are not HMC
                 return self._target.unconstrain_sites(init_params, *model_args, **model_kwargs)
             return check_init_params(init_params, self._target, rng_key.shape[:1] * batched)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpyro.distributions import MaskedDistribution, Unit
 from numpyro.handlers import seed, substitute, trace
-from numpyro.infer.initialization import init_to_sample
+from numpyro.infer.gibbs import prototype_trace
 from numpyro.util import not_jax_tracer
 
 from ppl_ext.errors import InitializationError
@@ -53,8 +53,7 @@ def check_observations(
     Some densities are finite there, so that a sampler would not notice. Missing (NaN) and masked
     values are left alone.
     """
-    prototype = substitute(seed(model, jax.random.key(0)), substitute_fn=init_to_sample)
-    messages = trace(prototype).get_trace(*model_args, **model_kwargs)
+    messages = prototype_trace(model, jax.random.key(0), model_args, model_kwargs)
     for name, message in messages.items():
         if message["type"] != "sample" or not message["is_observed"]:
             continue

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from numpyro.distributions import Delta, Unit, constraints
 from numpyro.distributions.transforms import biject_to
-from numpyro.handlers import seed, substitute, trace
-from numpyro.infer.initialization import init_to_sample
+from numpyro.handlers import substitute
+from numpyro.infer.gibbs import prototype_trace
 from numpyro.infer.util import constrain_fn, potential_energy, unconstrain_fn
 
 from ppl_ext.errors import UnsupportedModelError
@@ -47,11 +47,9 @@ def target(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Target:
     """
     if not callable(model):
         raise TypeError(f"`model` must be a callable NumPyro program, got {type(model).__name__}.")
-    # init_to_sample also draws sites without a `sample` method, such as ImproperUniform. Only
-    # names and shapes are kept: under a JAX transformation the values are tracers
-    prototype = substitute(seed(model, jax.random.key(0)), substitute_fn=init_to_sample)
+    # only names and shapes are kept: under a JAX transformation the values are tracers
     try:
-        messages = trace(prototype).get_trace(*args, **kwargs)
+        messages = prototype_trace(model, jax.random.key(0), args, kwargs)
     except AssertionError as error:
         if "size of plate" not in str(error):
             raise
@@ -107,17 +105,18 @@ def _describe(message: Mapping[str, Any]) -> Site:
         return Site(name, "observed", shape, **common)
     if common["discrete"] or isinstance(distribution, Delta):
         return Site(name, "latent", shape, **common)
+    no_bijection = UnsupportedModelError(
+        f"Site '{name}' ({common['distribution']}) has the support {common['support']}, "
+        "which has no bijection to the real line. Reparametrise the site; for a circular "
+        "support use numpyro.infer.reparam.CircularReparam."
+    )
+    if _innermost(support) is constraints.circular:
+        # NumPyro maps it to the real line, but cut open at pi, where chains would stall
+        raise no_bijection
     try:
-        if _innermost(support) is constraints.circular:
-            # NumPyro maps it to the real line, but cut open at pi, where chains would stall
-            raise NotImplementedError
         bijection = biject_to(support)
     except NotImplementedError as error:
-        raise UnsupportedModelError(
-            f"Site '{name}' ({common['distribution']}) has the support {common['support']}, "
-            "which has no bijection to the real line. Reparametrise the site; for a circular "
-            "support use numpyro.infer.reparam.CircularReparam."
-        ) from error
+        raise no_bijection from error
     unconstrained = tuple(bijection.inverse_shape(shape))
     dynamic = any(not isinstance(getattr(support, b, 0.0), (int, float)) for b in _BOUNDS)
     return Site(name, "latent", shape, unconstrained, dynamic_support=dynamic, **common)
