@@ -17,6 +17,7 @@ from numpyro.util import identity, is_prng_key, not_jax_tracer
 from ppl_ext.errors import InitializationError
 from ppl_ext.numpyro.starting_point import (
     check_density,
+    check_gibbs_supports,
     check_init_params,
     check_observations,
     describe_failure,
@@ -128,7 +129,9 @@ class Kernel(MCMCKernel):
         if init_params is not None:
             if GIBBS_SITES_KWARG in model_kwargs:
                 # Gibbs hands constrained values to the blocks that are not HMC
-                return self._target.unconstrain_sites(init_params, *model_args, **model_kwargs)
+                z = self._target.unconstrain_sites(init_params, *model_args, **model_kwargs)
+                check_gibbs_supports(z, self._target, model_args, model_kwargs)
+                return z
             return check_init_params(init_params, self._target, rng_key.shape[:1] * batched)
         try:
             info = initialize_model(

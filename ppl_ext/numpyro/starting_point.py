@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from numpyro.distributions import MaskedDistribution, Unit
 from numpyro.handlers import seed, substitute, trace
-from numpyro.infer.gibbs import prototype_trace
+from numpyro.infer.gibbs import GIBBS_SITES_KWARG, prototype_trace
 from numpyro.util import not_jax_tracer
 
-from ppl_ext.errors import InitializationError
+from ppl_ext.errors import InitializationError, UnsupportedModelError
 from ppl_ext.target import Array, PyTree, Target
 
 
@@ -43,6 +43,29 @@ def check_init_params(init_params: Any, target: Target, batch: tuple[int, ...]) 
                 f"site '{name}' has shape {batch + shape} here."
             )
     return {name: jnp.asarray(init_params[name]) for name in target.structure}
+
+
+def check_gibbs_supports(
+    z: PyTree, target: Target, model_args: tuple, model_kwargs: dict[str, Any]
+) -> None:
+    """Raise `UnsupportedModelError` when a support depends on a site of another Gibbs block.
+
+    Gibbs constrains a block's draws without the other blocks' values, so that such a site would
+    come out wrong: with and without those values the sites must be the same.
+    """
+    alone = {k: v for k, v in model_kwargs.items() if k != GIBBS_SITES_KWARG}
+    here = target.constrain_sites(z, *model_args, **model_kwargs)
+    there = target.constrain_sites(z, *model_args, **alone)
+    for site in target.latent:
+        if not site.dynamic_support:
+            continue
+        same = jnp.all(here[site.name] == there[site.name])
+        if not not_jax_tracer(same) or not same:
+            raise UnsupportedModelError(
+                f"The support of site '{site.name}' depends on a site of another block (or may: "
+                "under a JAX transformation this cannot be told). Gibbs does not support that; "
+                "put both sites in one block."
+            )
 
 
 def check_observations(

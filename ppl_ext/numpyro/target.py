@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from numpyro.distributions import Delta, Unit, constraints
 from numpyro.distributions.transforms import biject_to
-from numpyro.handlers import substitute
+from numpyro.handlers import seed, substitute
 from numpyro.infer.gibbs import prototype_trace
 from numpyro.infer.util import constrain_fn, potential_energy, unconstrain_fn
 
@@ -149,7 +149,9 @@ def _potential_energy(model: Callable, z: PyTree, *args: Any, **kwargs: Any) -> 
 def _constrain(model: Callable, z: PyTree, *args: Any, **kwargs: Any) -> dict[str, Array]:
     # the whole model is replayed, so that supports which depend on other sites come out right;
     # what the sites do not need (the likelihood) is removed by XLA
-    return constrain_fn(model, args, kwargs, z, return_deterministic=True)
+    # and so are sites that another block of Gibbs owns, which the replay may draw at random
+    seeded = seed(model, jax.random.key(0))
+    return constrain_fn(seeded, args, kwargs, z, return_deterministic=True)
 
 
 def _unconstrain(model: Callable, values: PyTree, *args: Any, **kwargs: Any) -> PyTree:

@@ -17,13 +17,17 @@ import numpyro.distributions as dist
 import pytest
 from numpyro.infer import (
     MCMC,
+    NUTS,
+    DiscreteGibbs,
+    Gibbs,
+    Predictive,
     init_to_median,
     init_to_value,
 )
 from numpyro.infer.util import potential_energy
 
 import ppl_ext
-from ppl_ext.errors import UnsupportedModelError
+from ppl_ext.errors import InitializationError, UnsupportedModelError
 from ppl_ext.registry import entries
 
 ENTRIES = [entry for entry in entries() if entry.language == "numpyro"]
@@ -244,8 +248,119 @@ def test_a_potential_function_needs_no_model(entry):
         (lambda: numpyro.sample("k", dist.Poisson(3)), (), "'k'"),
         (lambda: numpyro.sample("point", dist.Delta(1.0)), (), "'point'"),
         (lambda y: numpyro.sample("y", dist.Normal(0, 1), obs=y), (Y,), "no continuous latent"),
+        (location, (Y[:0],), "data are empty"),
     ],
 )
 def test_models_that_do_not_fit_are_refused_by_name(entry, model, args, words):
     with pytest.raises((UnsupportedModelError, ValueError), match=words):
         make(entry, model).run(jax.random.key(0), *args)
+
+
+def gibbs_model(y):
+    k = numpyro.sample("k", dist.Bernoulli(0.5))
+    scale = numpyro.sample("scale", dist.LogNormal(0.0, 0.5))
+    weights = numpyro.sample("weights", dist.Dirichlet(jnp.array([4.0, 2.0, 2.0])))
+    upper = numpyro.sample("upper", dist.Uniform(1.0, 2.0))
+    numpyro.sample("inside", dist.Uniform(0.0, upper))
+    shift = numpyro.sample("shift", dist.Normal(0, 1))
+    numpyro.deterministic("sum", shift + scale)
+    numpyro.sample("y", dist.Normal(shift + k + weights[0], scale), obs=y)
+
+
+def test_block_of_gibbs_beside_discrete_gibbs_and_nuts(entry):
+    """Against NUTS with the discrete site summed out; 0.15 is 5 MCSE of the slowest site."""
+    if not entry.gibbs_block:
+        pytest.skip(f"{entry.name} declares that it is no Gibbs block")
+    ours = ["scale", "weights", "upper", "inside"]
+    gibbs = Gibbs(
+        [
+            (DiscreteGibbs(gibbs_model), ["k"]),
+            (entry.kernel(gibbs_model), ours),
+            (NUTS(gibbs_model), ["shift"]),
+        ]
+    )
+    mcmc = MCMC(gibbs, num_warmup=500, num_samples=3000, progress_bar=False)
+    mcmc.run(jax.random.key(0), 0.7)
+    samples = mcmc.get_samples()
+    rng = np.random.default_rng(0)
+    n = 400_000
+    prior = {
+        "k": rng.integers(0, 2, n),
+        "scale": np.exp(0.5 * rng.normal(size=n)),
+        "weights": rng.dirichlet([4.0, 2.0, 2.0], n),
+        "upper": rng.uniform(1, 2, n),
+        "shift": rng.normal(size=n),
+    }
+    prior["inside"] = rng.uniform(0, prior["upper"])
+    residual = (0.7 - prior["shift"] - prior["k"] - prior["weights"][:, 0]) / prior["scale"]
+    weight = np.exp(-(residual**2) / 2) / prior["scale"]
+    weight /= weight.sum()
+    for name, values in prior.items():
+        mean = np.tensordot(weight, values, 1)
+        sd = np.sqrt(np.tensordot(weight, (values - mean) ** 2, 1))
+        assert (np.abs(samples[name].mean(0) - mean) < 0.15 * sd).all(), name
+    assert (samples["inside"] < samples["upper"]).all()
+
+
+def test_a_model_that_cannot_start_names_the_site(entry):
+    def model(y):
+        rate = numpyro.sample("rate", dist.Exponential(1.0))
+        numpyro.sample("waiting_time", dist.Exponential(rate), obs=y)
+
+    with numpyro.validation_enabled(False), pytest.raises(InitializationError, match="waiting_t"):
+        make(entry, model).run(jax.random.key(0), jnp.array(-1.0))
+
+
+def test_keyword_arguments_reach_the_model(entry):
+    mcmc = make(entry, location, 2, num_warmup=200, num_samples=500)
+    mcmc.run(jax.random.key(0), Y, scale=4.0)
+    assert abs(mcmc.get_samples()["mu"].std() / (4 / np.sqrt(20)) - 1) < 0.25
+
+
+def test_arviz_and_predictive_take_the_run(short_run):
+    mcmc = short_run
+    data = ppl_ext.to_arviz(mcmc)
+    stats = data["sample_stats"]
+    assert {"acceptance_rate", "lp", "n_steps", "step_size", "diverging"} <= set(stats.data_vars)
+    assert data["observed_data"]["y"].dims == ("datum",)
+    points, scores = data["unconstrained_posterior"], data["unconstrained_posterior_score"]
+    assert points["mu"].shape == scores["mu"].shape == (2, 20)
+    expected = -(points["mu"] / 100 + 20 * points["mu"] - Y.sum())
+    np.testing.assert_allclose(scores["mu"], expected, atol=1e-3)
+    plain = az.from_numpyro(mcmc, log_likelihood=False)
+    np.testing.assert_array_equal(plain["posterior"]["mu"], data["posterior"]["mu"])
+    predicted = Predictive(location, mcmc.get_samples())(jax.random.key(0), Y)
+    assert predicted["twice"].shape == (40,)
+
+
+def test_only_a_full_size_subsample_is_taken(entry):
+    def model(y, size):
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        with numpyro.plate("customers", len(y), subsample_size=size) as i:
+            numpyro.sample("y", dist.Normal(mu, 1), obs=jnp.asarray(y)[i])
+
+    if entry.refusal(ppl_ext.registry.target(model, Y, 19)) is None:
+        pytest.skip(f"{entry.name} takes minibatches")
+    make(entry, model).run(jax.random.key(0), Y, 20)
+    with pytest.raises(UnsupportedModelError, match=r"customers.*HMCECS"):
+        make(entry, model).run(jax.random.key(0), Y, 19)
+
+
+def test_runs_inside_jit(entry):
+    def run(key, y):
+        mcmc = make(entry, location, num_warmup=5, num_samples=5)
+        mcmc.run(key, y)
+        return mcmc.get_samples()["mu"]
+
+    assert jnp.isfinite(jax.jit(run)(jax.random.key(0), jnp.asarray(Y))).all()
+
+
+def test_a_support_that_depends_on_another_gibbs_block_is_refused(entry):
+    def model():
+        upper = numpyro.sample("upper", dist.Uniform(1.0, 2.0))
+        numpyro.sample("inside", dist.Uniform(0.0, upper))
+
+    gibbs = Gibbs([(NUTS(model), ["upper"]), (entry.kernel(model), ["inside"])])
+    mcmc = MCMC(gibbs, num_warmup=5, num_samples=5, progress_bar=False)
+    with pytest.raises(UnsupportedModelError, match="'inside' depends on a site of another block"):
+        mcmc.run(jax.random.key(0))
