@@ -60,6 +60,8 @@ class Site:
 class Target:
     """A log density on R^size with the maps between that space and the model's own sites.
 
+    Flat vectors hold the sites in the order of their sorted names.
+
     Parameters
     ----------
     language : str

@@ -8,7 +8,9 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
 import jax
 import pytest
 
-CACHE = Path(__file__).parents[1] / ".cache" / "jax"
+# each of pytest-xdist's workers has its own: JAX does not lock the files
+WORKER = os.environ.get("PYTEST_XDIST_WORKER", "main")
+CACHE = Path(__file__).parents[1] / ".cache" / "jax" / WORKER
 
 
 def pytest_configure():

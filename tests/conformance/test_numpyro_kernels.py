@@ -203,6 +203,13 @@ def test_pickles_go_on_in_a_new_process(entry, tmp_path):
         subprocess.run([sys.executable, script, path, entry.name, stage], check=True)
 
 
+@pytest.mark.slow
+def test_leaks_no_tracer(entry):
+    mcmc = make(entry, location, num_warmup=3, num_samples=3)
+    with jax.checking_leaks():
+        mcmc.run(jax.random.key(0), Y)
+
+
 @pytest.mark.parametrize("outside", [jnp.nan, -jnp.inf])
 def test_no_draw_lies_where_the_density_is_nan_or_zero(entry, outside):
     def model():
