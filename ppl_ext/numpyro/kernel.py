@@ -109,7 +109,8 @@ class Kernel(MCMCKernel):
             z = self._start(key_start, init_params, batched, model_args, model_kwargs)
         bound = self._target.bind(*model_args, **model_kwargs)
         start = lambda key, z: self._init(key, z, bound)  # noqa: E731
-        state = (jax.vmap(start) if batched else start)(rng_key, z)
+        # one program compiles much faster than its operations one by one
+        state = jax.jit(jax.vmap(start) if batched else start)(rng_key, z)
         if not_jax_tracer(state.potential_energy):
             check_density(state, self._model, self._target, model_args, model_kwargs)
         # MCMC calls `init` again before every run unless it finds this attribute set
