@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import xarray as xr
 
 from ppl_ext import _arviz, registry
@@ -39,8 +40,15 @@ def to_arviz(mcmc: MCMC, *, log_likelihood: bool = False, **kwargs: Any) -> Any:
 
     Raises
     ------
+    TypeError
+        When `mcmc` is not a `numpyro.infer.MCMC`.
     ValueError
         When `mcmc` has not been run.
+
+    Warns
+    -----
+    UserWarning
+        When every draw of a chain diverged: the chain stands still.
 
     Examples
     --------
@@ -54,13 +62,26 @@ def to_arviz(mcmc: MCMC, *, log_likelihood: bool = False, **kwargs: Any) -> Any:
     >>> data["unconstrained_posterior_score"]["sigma"].shape
     (1, 50)
     """
-    if mcmc.last_state is None:
+    # imported here: ArviZ alone should not load NumPyro
+    from numpyro.infer import MCMC
+
+    if not isinstance(mcmc, MCMC):
+        raise TypeError(f"to_arviz takes a numpyro.infer.MCMC, got {type(mcmc).__name__}.")
+    # `warmup` leaves one state behind, which is no draw
+    if mcmc.last_state is None or mcmc.last_state is mcmc.post_warmup_state:
         raise ValueError("`mcmc` holds no draws: call `mcmc.run` first.")
+    fields = mcmc.get_extra_fields(group_by_chain=True)
+    stuck = np.flatnonzero(np.all(fields.get("diverging", [[False]]), axis=-1))
+    if stuck.size:
+        warnings.warn(
+            f"Every draw of chains {stuck.tolist()} diverged, so that they stand still. Call "
+            "`mcmc.warmup` again after a change of data, or look at the model there.",
+            stacklevel=2,
+        )
     with warnings.catch_warnings():
         # ArviZ traces the model with its full-size plates, which NumPyro remarks on
         warnings.filterwarnings("ignore", ".*subsample_size.*", UserWarning)
         data = _arviz.arviz().from_numpyro(mcmc, log_likelihood=log_likelihood, **kwargs)
-    fields = mcmc.get_extra_fields(group_by_chain=True)
     if not isinstance(fields.get("z_grad"), dict):
         return data
     posterior = _arviz.get_group(data, "posterior")
@@ -82,6 +103,12 @@ def to_arviz(mcmc: MCMC, *, log_likelihood: bool = False, **kwargs: Any) -> Any:
 def _unconstrained(mcmc: MCMC, sites: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Unconstrained values of the latent `sites`, computed from the constrained draws."""
     samples = mcmc.get_samples(group_by_chain=True)
+    removed = [name for name in sites if name not in samples]
+    if removed:
+        raise ValueError(
+            f"The run dropped the sites {removed} (`extra_fields` with '~z.'), without which the "
+            "scores have no points. Keep the sites, or leave out 'z_grad'."
+        )
     model = mcmc.sampler.model
     if model is None:
         return {name: samples[name] for name in sites}

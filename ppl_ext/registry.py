@@ -193,7 +193,7 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation
     TypeError
         When `model` is not callable.
     UnsupportedModelError
-        When a latent site has a support that no kernel can handle; names the site.
+        When a plate of the model is empty, so that there is nothing to look at.
 
     Examples
     --------

@@ -40,7 +40,8 @@ class Site:
     """One named variable of the model, described by static facts only.
 
     `shape` is the shape of the value a user sees, `unconstrained_shape` the shape on the real
-    line (`None` unless the site is a continuous latent variable). `dynamic_support` tells that
+    line (`None` unless the site is a continuous latent variable whose support has a bijection to
+    it). `dynamic_support` tells that
     the support depends on the value of another site.
     """
 
@@ -158,6 +159,12 @@ class Target:
                 return (
                     f"Site '{site.name}' has a Delta distribution, which has no density. "
                     "Use a deterministic site for this value."
+                )
+            if site.unconstrained_shape is None:
+                return (
+                    f"Site '{site.name}' ({site.distribution}) has the support {site.support}, "
+                    "which has no bijection to the real line. Reparametrise the site; for a "
+                    "circular support use numpyro.infer.reparam.CircularReparam."
                 )
         for plate in self.plates:
             if plate.subsampled:

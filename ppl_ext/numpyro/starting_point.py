@@ -9,12 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from numpyro.distributions import MaskedDistribution, Unit
+from numpyro.distributions import ExpandedDistribution, Independent, MaskedDistribution, Unit
 from numpyro.handlers import seed, substitute, trace
 from numpyro.infer.gibbs import GIBBS_SITES_KWARG, prototype_trace
 from numpyro.util import not_jax_tracer
 
 from ppl_ext.errors import InitializationError, UnsupportedModelError
+from ppl_ext.numpyro.target import family
 from ppl_ext.target import Array, PyTree, Target
 
 
@@ -81,8 +82,14 @@ def check_observations(
         if message["type"] != "sample" or not message["is_observed"]:
             continue
         distribution, value = message["fn"], message["value"]
-        if isinstance(distribution, (MaskedDistribution, Unit)):
+        if _masked(distribution) or isinstance(distribution, Unit):
             continue
+        numbers = isinstance(value, (jax.Array, np.ndarray, np.generic, int, float))
+        if not numbers or jnp.dtype(getattr(value, "dtype", float)).kind not in "biuf":
+            raise InitializationError(
+                f"Observed site '{name}' holds no array of numbers but "
+                f"{getattr(value, 'dtype', type(value).__name__)}. Convert it with numpy.asarray."
+            )
         valid = distribution.support(value)
         missing = jnp.isnan(value)
         missing = missing.any(tuple(range(missing.ndim - distribution.event_dim, missing.ndim)))
@@ -90,8 +97,14 @@ def check_observations(
         if not_jax_tracer(outside) and outside.any():
             raise InitializationError(
                 f"Observed site '{name}' has {int(outside.sum())} values outside the support of "
-                f"its distribution {type(distribution).__name__}. Check the data."
+                f"its distribution {family(distribution)}. Check the data."
             )
+
+
+def _masked(distribution: Any) -> bool:
+    while isinstance(distribution, (Independent, ExpandedDistribution)):
+        distribution = distribution.base_dist
+    return isinstance(distribution, MaskedDistribution)
 
 
 def check_density(

@@ -30,15 +30,15 @@ def target(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Target:
     """Look at a NumPyro model once and return its `Target`.
 
     The data given here are used for shapes only; every callable of the result takes the data
-    again. Models with discrete sites or subsampled plates are described too: it is the kernel
-    that refuses them, with their names.
+    again. Models with discrete sites, supports without a bijection to the real line or subsampled
+    plates are described too: it is the kernel that refuses them, with their names.
 
     Raises
     ------
     TypeError
         When `model` is not callable.
     UnsupportedModelError
-        When a continuous latent site has a support without a bijection to the real line.
+        When a plate of the model is empty.
 
     Examples
     --------
@@ -90,7 +90,8 @@ def _look(
         if "size of plate" not in str(error):
             raise
         raise UnsupportedModelError(
-            "A plate of the model has size 0: the data are empty. Check the data passed to it."
+            f"A plate of the model has size 0 ({error}): the data are empty. Check the data passed "
+            "to it."
         ) from error
     sites = tuple(
         _describe(message)
@@ -123,7 +124,7 @@ def _describe(message: Mapping[str, Any]) -> Site:
     distribution = message["fn"]
     support = distribution.support
     common: dict[str, Any] = dict(
-        distribution=_family(distribution),
+        distribution=family(distribution),
         support=_readable(support),
         discrete=bool(support is not None and support.is_discrete),
         event_dim=distribution.event_dim,
@@ -133,24 +134,20 @@ def _describe(message: Mapping[str, Any]) -> Site:
         return Site(name, "observed", shape, **common)
     if common["discrete"] or isinstance(distribution, Delta):
         return Site(name, "latent", shape, **common)
-    no_bijection = UnsupportedModelError(
-        f"Site '{name}' ({common['distribution']}) has the support {common['support']}, "
-        "which has no bijection to the real line. Reparametrise the site; for a circular "
-        "support use numpyro.infer.reparam.CircularReparam."
-    )
-    if _innermost(support) is constraints.circular:
-        # NumPyro maps it to the real line, but cut open at pi, where chains would stall
-        raise no_bijection
     try:
-        bijection = biject_to(support)
-    except NotImplementedError as error:
-        raise no_bijection from error
+        # NumPyro maps a circle to the real line, but cut open at pi, where chains would stall
+        bijection = None if _innermost(support) is constraints.circular else biject_to(support)
+    except NotImplementedError:
+        bijection = None
+    if bijection is None:
+        return Site(name, "latent", shape, **common)
     unconstrained = tuple(bijection.inverse_shape(shape))
     dynamic = any(not isinstance(getattr(support, b, 0.0), (int, float)) for b in _BOUNDS)
     return Site(name, "latent", shape, unconstrained, dynamic_support=dynamic, **common)
 
 
-def _family(distribution: Any) -> str:
+def family(distribution: Any) -> str:
+    """Name of a distribution without the wrappers that expand, mask or group it."""
     while type(distribution).__name__ in (
         "ExpandedDistribution",
         "Independent",

@@ -7,8 +7,9 @@ from typing import Any, Literal
 
 from numpyro.infer.initialization import init_to_uniform
 
+from ppl_ext.arguments import check_choice, check_count, check_positive
 from ppl_ext.kernels import uld
-from ppl_ext.numpyro.kernel import Kernel, argument_error, check_choice, check_positive
+from ppl_ext.numpyro.kernel import Kernel
 from ppl_ext.target import Array, PyTree, Target
 
 
@@ -102,10 +103,11 @@ class ULD(Kernel):
         super().__init__(model, potential_fn, init_strategy=init_strategy)
         check_choice("ULD", "integrator", integrator, tuple(uld.SPLITTINGS))
         check_choice("ULD", "precondition", precondition, ("diag", "dense", None))
-        check_positive("ULD", step_size=step_size, friction=friction, num_steps=num_steps)
+        optional = {"step_size": step_size, "friction": friction}
+        check_positive("ULD", **{k: v for k, v in optional.items() if v is not None})
         check_positive("ULD", bias_tolerance=bias_tolerance)
-        if num_steps is not None and not isinstance(num_steps, int):
-            raise argument_error("ULD", "num_steps", num_steps, "a positive integer or None")
+        if num_steps is not None:
+            check_count("ULD", num_steps=num_steps)
         self._settings = uld.Settings(
             integrator, step_size, friction, num_steps, precondition, bias_tolerance
         )
