@@ -18,6 +18,12 @@ from ppl_ext.errors import UnsupportedModelError
 from ppl_ext.target import Array, Plate, PyTree, Site, Target
 
 _BOUNDS = ("lower_bound", "upper_bound")
+_VALUE_NEEDED = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.NonConcreteBooleanIndexError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
 
 
 def target(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Target:
@@ -47,7 +53,37 @@ def target(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Target:
     """
     if not callable(model):
         raise TypeError(f"`model` must be a callable NumPyro program, got {type(model).__name__}.")
-    # only names and shapes are kept: under a JAX transformation the values are tracers
+    # Staged, the model's operations are not run, which would compile each of them by itself. That
+    # takes 25 times longer, but also works where Python asks for the value of something drawn:
+    # the rows of NumPy data that belong to a minibatch, say.
+    try:
+        sites, plates, params = _staged(_look, model, args, kwargs)
+        if params:
+            sites, plates, params = _look(model, args, kwargs)
+    except _VALUE_NEEDED:
+        sites, plates, params = _look(model, args, kwargs)
+    if params:
+        # for example the weights of a neural network module: fixed at their initial values
+        model = substitute(model, data=params)
+    return Target(
+        language="numpyro",
+        sites=sites,
+        plates=plates,
+        structure={
+            site.name: site.unconstrained_shape
+            for site in sites
+            if site.unconstrained_shape is not None
+        },
+        potential_energy=partial(_potential_energy, model),
+        constrain_sites=partial(_constrain, model),
+        unconstrain_sites=partial(_unconstrain, model),
+    )
+
+
+def _look(
+    model: Callable, args: tuple, kwargs: dict
+) -> tuple[tuple[Site, ...], tuple[Plate, ...], dict[str, Any]]:
+    """Return the sites, the plates and the initial values of the parameters of a model."""
     try:
         messages = prototype_trace(model, jax.random.key(0), args, kwargs)
     except AssertionError as error:
@@ -69,22 +105,14 @@ def target(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Target:
         if message["type"] == "plate"
     )
     params = {n: m["value"] for n, m in messages.items() if m["type"] in ("param", "mutable")}
-    if params:
-        # for example the weights of a neural network module: fixed at their initial values
-        model = substitute(model, data=params)
-    return Target(
-        language="numpyro",
-        sites=sites,
-        plates=plates,
-        structure={
-            site.name: site.unconstrained_shape
-            for site in sites
-            if site.unconstrained_shape is not None
-        },
-        potential_energy=partial(_potential_energy, model),
-        constrain_sites=partial(_constrain, model),
-        unconstrain_sites=partial(_unconstrain, model),
-    )
+    return sites, plates, params
+
+
+def _staged(function: Callable, *args: Any) -> Any:
+    """Return what `function` returns, without running the JAX operations in it."""
+    found = []
+    jax.eval_shape(lambda: found.append(function(*args)))
+    return found[0]
 
 
 def _describe(message: Mapping[str, Any]) -> Site:
