@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -175,14 +175,20 @@ def _in_chunks(function: Callable[[Values], Any], values: Values, n: int) -> Any
     return jax.tree.map(lambda *leaves: np.concatenate(leaves)[:n], *parts)
 
 
-def boundary_notice(groups: Groups) -> str | None:
-    """Return a sentence on the draws that have no finite score, or None if there are none."""
+def finite_sites(groups: Groups) -> xr.Dataset:
+    """Return, by site and draw, whether all coordinates and scores are finite."""
     sample_dims = _arviz.default_sample_dims()
-    finite = xr.Dataset()
+    finite: dict[Hashable, xr.DataArray] = {}
     for group in groups.values():
         for name, array in group.data_vars.items():
             other = [dim for dim in array.dims if dim not in sample_dims]
-            finite[name] = np.isfinite(array).all(other) & finite.get(name, True)
+            finite[name] = (abs(array) < np.inf).all(other) & finite.get(name, True)
+    return xr.Dataset(finite)
+
+
+def boundary_notice(groups: Groups) -> str | None:
+    """Return a sentence on the draws that have no finite score, or None if there are none."""
+    finite = finite_sites(groups)
     kept = finite.to_dataarray().all("variable")
     if kept.all():
         return None
