@@ -163,7 +163,7 @@ def plot_psd_order(
     >>> x = np.random.default_rng(1).normal(size=(4, 1000, 2)) * [1.0, 1.2]
     >>> ax = plot_psd_order(x, -x)
     >>> ax.lines[0].get_ydata().round(2)
-    array([0.03, 0.31, 0.32, 0.52])
+    array([0.03, 0.3 , 0.31, 0.31])
     """
     plt = pyplot("plot_psd_order")
     caller = "plot_psd_order"

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import html
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -145,7 +146,8 @@ def tune(
     model, *args, **kwargs
         The model and its arguments, with its data.
     num_warmup, num_samples, num_chains, chain_method
-        Budget of each run of a kernel, as for NumPyro's ``MCMC``.
+        Budget of each run of a kernel, as for NumPyro's ``MCMC``. Where a kernel takes several
+        steps a draw, fix their number if the runs shall cost the same.
     random_seed
         Every kernel runs with the same seed, so that differences come from the value.
     max_draws
@@ -179,15 +181,11 @@ def tune(
     >>> from ppl_ext.numpyro import ULD
     >>> def model():
     ...     numpyro.sample("x", dist.Normal(0.0, 2.0).expand([3]))
-    >>> found = tune(
-    ...     lambda h: ULD(model, step_size=h, precondition=None),
-    ...     [0.001, 1.0],
-    ...     model,
-    ...     num_warmup=200,
-    ...     num_samples=500,
-    ... )
+    >>> def kernel(step_size):
+    ...     return ULD(model, step_size=step_size, num_steps=1)
+    >>> found = tune(kernel, [0.01, 0.5], model, num_warmup=100, num_samples=500)
     >>> found.best
-    1.0
+    0.5
     """
     values = tuple(grid)
     if len(values) < 2:
@@ -265,7 +263,10 @@ def _sample(
     from numpyro.infer import MCMC
 
     mcmc = MCMC(kernel, progress_bar=False, **options)
-    mcmc.run(jax.random.key(seed), *args, **kwargs)
+    with warnings.catch_warnings():
+        # NumPyro's loop under jax.vmap offers XLA buffers that it cannot use
+        warnings.filterwarnings("ignore", "Some donated buffers were not usable", UserWarning)
+        mcmc.run(jax.random.key(seed), *args, **kwargs)
     draws: dict[str, jax.Array] = jax.block_until_ready(mcmc.get_samples(group_by_chain=True))
     return draws
 
