@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +12,10 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from numpyro.infer import SVI, Trace_ELBO, autoguide
+from numpyro.infer.mcmc import MCMCKernel
 
 from ppl_ext import _arviz
 from ppl_ext.diagnostics import TooFewDrawsError, from_svi, psd, tune
-from ppl_ext.numpyro import ULD
 
 N, BATCH = 100, 10
 pytestmark = pytest.mark.arviz
@@ -139,17 +139,35 @@ def test_runs_that_diverge_or_stand_still_are_last() -> None:
         tune(lambda name: {"x": runs[name]}, ["overflow", "still"], normal)
 
 
+class ULAState(NamedTuple):
+    x: dict[str, jax.Array]
+    rng_key: jax.Array
+
+
+class ULA(MCMCKernel):
+    """Euler's scheme for `normal`: its variance is 1 / (1 - h / 2)."""
+
+    sample_field = "x"
+
+    def __init__(self, step_size: float) -> None:
+        self.step_size = step_size
+
+    def init(self, rng_key: Any, *_: Any, **__: Any) -> ULAState:
+        return ULAState({"x": jnp.zeros(2)}, rng_key)
+
+    def sample(self, state: ULAState, *_: Any) -> ULAState:
+        key, noise = jax.random.split(state.rng_key)
+        h, x = self.step_size, state.x["x"]
+        return ULAState({"x": x - h * x + jnp.sqrt(2 * h) * jax.random.normal(noise, (2,))}, key)
+
+
 def test_kernels_are_run() -> None:
-    """On a standard normal, obabo's variance is 1 / (1 - h^2 / 4): 10 times too large at 1.9."""
-
-    def factory(h: float) -> ULD:
-        fixed: Any = dict(friction=1.0, num_steps=1, integrator="obabo", precondition=None)
-        return ULD(normal, step_size=h, **fixed)
-
-    budget = dict(num_warmup=100, num_samples=1000, num_chains=2)
-    found = tune(factory, [0.002, 0.5, 1.9], normal, max_draws=500, **budget)
-    assert found.best == 0.5
-    assert (found.table["draws"] == 500).all()
+    """A variance that is 20 times too large, and a step of a hundredth of an autocorrelation."""
+    found = tune(
+        ULA, [1e-4, 0.2, 1.9], normal, num_warmup=100, num_samples=2000, num_chains=2, max_draws=800
+    )
+    assert found.best == 0.2
+    assert (found.table["draws"] == 800).all()
     assert (found.table["seconds"] > 0).all()
 
 
