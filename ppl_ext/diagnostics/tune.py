@@ -15,7 +15,7 @@ import html
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -26,9 +26,9 @@ import xarray as xr
 from ppl_ext import _arviz
 from ppl_ext.diagnostics.batches import feature_series
 from ppl_ext.diagnostics.draws import UNCONSTRAINED, ScoredDraws, score_group, scored_draws
-from ppl_ext.diagnostics.features import Basis, SteinBasis, n_features
+from ppl_ext.diagnostics.features import Basis, FloatArray, SteinBasis, n_features
 from ppl_ext.diagnostics.goodness_of_fit import DRAWS_PER_FEATURE, MAX_FEATURES
-from ppl_ext.diagnostics.moments import Standardization, standardization
+from ppl_ext.diagnostics.moments import standardization
 from ppl_ext.diagnostics.plots import pyplot
 from ppl_ext.diagnostics.scores import Groups, finite_sites, scorer
 from ppl_ext.diagnostics.svi import order_for
@@ -216,8 +216,9 @@ def tune(
         raise TooFewDrawsError(
             "no value of the grid gives a run in which every coordinate moves and stays finite"
         )
-    unit = _common_units(usable)
-    order, d = max(orders), len(unit.mean)
+    mean = np.median([run.mean for run in usable], axis=0)
+    sd = np.median([run.sd for run in usable], axis=0)
+    order, d = max(orders), len(mean)
     if interactions == "auto":
         least = min(run.n_draws for run in usable)
         count = n_features(d, order, interactions=True)
@@ -227,7 +228,12 @@ def tune(
     for run, took in zip(runs, seconds, strict=True):
         psd = noise = np.inf
         if run.scored is not None:
-            series = feature_series(run.scored, unit, features)
+            scored = replace(
+                run.scored,
+                draws=(run.scored.draws - mean) / sd,
+                scores=run.scored.scores * sd,
+            )
+            series = feature_series(scored, standardization(scored, None), features)
             psd = float(np.linalg.norm(series.mean))
             noise = float(np.linalg.norm(series.mcse))
         rows.append((psd, noise, run.n_draws, run.not_finite, took))
@@ -237,10 +243,11 @@ def tune(
 
 
 class _Run(NamedTuple):
-    """The draws of one value; None with no moments if they are not finite or have not moved."""
+    """The draws of one value, None if they are not all finite or have not moved."""
 
     scored: ScoredDraws | None
-    moments: Standardization | None
+    mean: FloatArray
+    sd: FloatArray
     n_draws: int
     not_finite: int
 
@@ -313,19 +320,13 @@ def _thinned(draws: xr.Dataset, max_draws: int) -> xr.Dataset:
 
 def _run(groups: Groups) -> _Run:
     finite = finite_sites(groups).to_dataarray().all("variable")
-    scored = moments = None
+    scored, mean, sd = None, np.zeros(0), np.zeros(0)
     if finite.all():
         # the same order of coordinates in every run
-        names = sorted(map(str, groups[UNCONSTRAINED].data_vars))
         points, scores = groups[UNCONSTRAINED], groups[score_group(UNCONSTRAINED)]
+        names = sorted(map(str, points.data_vars))
         draws = scored_draws(points[names], scores[names])
         with contextlib.suppress(TooFewDrawsError):
-            scored, moments = draws, standardization(draws, "diag")
-    return _Run(scored, moments, finite.size, int((~finite).sum()))
-
-
-def _common_units(runs: list[_Run]) -> Standardization:
-    """Return the map by the medians over the runs of their means and standard deviations."""
-    moments = [run.moments for run in runs if run.moments is not None]
-    mean = np.median([each.mean for each in moments], axis=0)
-    return Standardization(mean, np.median([each.scale for each in moments], axis=0))
+            own = standardization(draws, "diag")
+            scored, mean, sd = draws, own.mean, own.scale
+    return _Run(scored, mean, sd, finite.size, int((~finite).sum()))
