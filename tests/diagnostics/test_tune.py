@@ -70,15 +70,12 @@ def sgld(key: jax.Array, step_size: jax.Array, n: int) -> jax.Array:
 
 
 def test_step_size_of_sgld() -> None:
-    """A large step is biased, and a small one hardly moves.
-
-    Over 20 seeds the best step was always 5e-3; the discrepancies of the others are over 2.5
-    times as large at the median.
-    """
-    draws = {step: sgld(jax.random.split(jax.random.key(0), 4), step, 4000) for step in STEPS[::2]}
-    found = tune(lambda step: {"theta": draws[step]}, STEPS[::2], mixture, mixture_data())
+    """A large step is biased, and a small one hardly moves: 20 of 20 seeds pick 5e-3."""
+    steps = [5e-2, 5e-3, 5e-5]
+    draws = {step: sgld(jax.random.split(jax.random.key(0), 4), step, 4000) for step in steps}
+    found = tune(lambda step: {"theta": draws[step]}, steps, mixture, mixture_data())
     assert found.best == 5e-3
-    assert list(found.table.index) == STEPS[::2]
+    assert list(found.table.index) == steps
     assert (found.order, found.n_features, found.interactions) == (2, 5, True)
     assert (found.table["draws"] == 2000).all()
 
