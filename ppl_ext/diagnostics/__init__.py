@@ -5,8 +5,11 @@ if __name__ != "ppl_ext.diagnostics":
 
 from ppl_ext.diagnostics.discrepancy import psd
 from ppl_ext.diagnostics.goodness_of_fit import PSDTest, psd_test
+from ppl_ext.diagnostics.plots import plot_psd, plot_psd_order
 from ppl_ext.diagnostics.scores import attach_scores
 from ppl_ext.diagnostics.summary import summary
+from ppl_ext.diagnostics.svi import from_svi
+from ppl_ext.diagnostics.tune import Tuning, tune
 from ppl_ext.diagnostics.uld_report import ULDReport, uld_report
 from ppl_ext.errors import MissingScoresError, TooFewDrawsError
 
@@ -14,10 +17,15 @@ __all__ = [
     "MissingScoresError",
     "PSDTest",
     "TooFewDrawsError",
+    "Tuning",
     "ULDReport",
     "attach_scores",
+    "from_svi",
+    "plot_psd",
+    "plot_psd_order",
     "psd",
     "psd_test",
     "summary",
+    "tune",
     "uld_report",
 ]

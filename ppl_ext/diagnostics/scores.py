@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,8 +14,10 @@ import xarray as xr
 
 from ppl_ext import _arviz
 from ppl_ext.diagnostics.draws import UNCONSTRAINED, score_group
+from ppl_ext.target import Site
 
 Values = dict[str, npt.NDArray[Any]]
+Groups = dict[str, xr.Dataset]
 
 _DRAWS_AT_ONCE = 256
 
@@ -70,8 +72,6 @@ def attach_scores(data: Any, model: Callable[..., Any], *args: Any, **kwargs: An
     >>> data["unconstrained_posterior_score"]["sigma"].values.round(3)  # 1 - 2 sigma
     array([[ 0., -1.]], dtype=float32)
     """
-    from ppl_ext import registry
-
     if not _arviz.is_container(data):
         raise TypeError(
             f"data must be an arviz {_arviz.container_type().__name__} with a posterior, got "
@@ -82,14 +82,38 @@ def attach_scores(data: Any, model: Callable[..., Any], *args: Any, **kwargs: An
         raise ValueError(
             f"the data have no group 'posterior' (groups: {', '.join(_arviz.group_names(data))})"
         )
+    groups = scorer(model, args, kwargs)(posterior)
+    if notice := boundary_notice(groups):
+        warnings.warn(f"attach_scores: {notice}", stacklevel=2)
+    return _arviz.with_groups(data, groups)
+
+
+def scorer(
+    model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Callable[[xr.Dataset], Groups]:
+    """Return a function from a posterior to its groups of unconstrained draws and of scores.
+
+    The function compiles the model once, for all posteriors that are given to it.
+    """
+    from ppl_ext import registry
+
     target = registry.target(model, *args, **kwargs)
     if not target.latent:
-        raise ValueError("the model has no latent site, hence no score")
+        raise ValueError(
+            "the model has no latent site of NumPyro, hence no score (is it a Pyro model? "
+            "Only NumPyro models are read so far)"
+        )
     discrete = [site.name for site in target.latent if site.discrete]
     if discrete:
         raise ValueError(
             f"the model has discrete latent sites {discrete}, for which there is no score: "
             "marginalise them out of the model"
+        )
+    circular = [site.name for site in target.latent if site.unconstrained_shape is None]
+    if circular:
+        raise ValueError(
+            f"the sites {circular} have supports without a bijection to the real line, hence no "
+            "score: reparametrise them (numpyro.infer.reparam.CircularReparam on a circle)"
         )
     for plate in target.plates:
         if plate.subsampled:
@@ -97,10 +121,34 @@ def attach_scores(data: Any, model: Callable[..., Any], *args: Any, **kwargs: An
                 f"the plate {plate.name!r} takes {plate.subsample_size} of {plate.size} data at "
                 "random, but a score is that of all data: make its subsample_size the full size"
             )
-    sample_dims = _arviz.default_sample_dims()
+
+    # The arguments of the model stay in the closure, since they may be of any type.
+    @jax.jit
+    @jax.vmap
+    def points_and_scores(draw: dict[str, jax.Array]) -> Any:
+        z = target.unconstrain(draw, *args, **kwargs)
+        score = jax.grad(target.log_density)(z, *args, **kwargs)
+        return target.unravel(z), target.unravel(score)
+
+    def groups_of(posterior: xr.Dataset) -> Groups:
+        sample_dims = _arviz.default_sample_dims()
+        sample_shape, values = _latent_values(posterior, target.latent, sample_dims)
+        found = _in_chunks(points_and_scores, values, math.prod(sample_shape))
+        points, scores = (
+            unconstrained_dataset(part, posterior, sample_dims, sample_shape) for part in found
+        )
+        return {UNCONSTRAINED: points, score_group(UNCONSTRAINED): scores}
+
+    return groups_of
+
+
+def _latent_values(
+    posterior: xr.Dataset, sites: Sequence[Site], sample_dims: tuple[str, ...]
+) -> tuple[tuple[int, ...], Values]:
+    """Return the shape of the draws, and the values of each site in shape (draws, *site)."""
     sample_shape: tuple[int, ...] = ()
     values: Values = {}
-    for site in target.latent:
+    for site in sites:
         if site.name not in posterior.data_vars:
             raise ValueError(
                 f"the posterior has no draws of the latent site {site.name!r} (it has "
@@ -115,50 +163,47 @@ def attach_scores(data: Any, model: Callable[..., Any], *args: Any, **kwargs: An
                 f"{tuple(site.shape)}: pass the arguments with which the model was run"
             )
         values[site.name] = array.values.reshape(-1, *shape)
+    return sample_shape, values
 
-    # The arguments of the model stay in the closure, since they may be of any type.
-    def point_and_score(
-        draw: dict[str, jax.Array],
-    ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-        z = target.unconstrain(draw, *args, **kwargs)
-        score = jax.grad(target.log_density)(z, *args, **kwargs)
-        return target.unravel(z), target.unravel(score)
 
-    n = math.prod(sample_shape)
-    at_once = min(n, _DRAWS_AT_ONCE)
-    # A last batch that is not full would be compiled once more: repeat the last draw instead.
-    padded = {
-        name: np.concatenate([v, v[-1:].repeat(-n % at_once, 0)]) for name, v in values.items()
-    }
-    points, scores = jax.tree.map(
-        lambda leaf: np.asarray(leaf[:n]),
-        jax.jit(lambda draws: jax.lax.map(point_and_score, draws, batch_size=at_once))(padded),
+def _in_chunks(function: Callable[[Values], Any], values: Values, n: int) -> Any:
+    """Return what `function` makes of n draws, given a few hundred of them at a time.
+
+    The loop is Python's, which `jax.lax.map` would take twice as long to compile.
+    """
+    size = min(n, _DRAWS_AT_ONCE)
+    parts = []
+    for start in range(0, n, size):
+        # A last chunk that is not full would be compiled anew: repeat its last draw.
+        rows = np.minimum(np.arange(start, start + size), n - 1)
+        part = function({name: value[rows] for name, value in values.items()})
+        parts.append(jax.tree.map(np.asarray, part))
+    return jax.tree.map(lambda *leaves: np.concatenate(leaves)[:n], *parts)
+
+
+def finite_sites(groups: Groups) -> xr.Dataset:
+    """Return, by site and draw, whether all coordinates and scores are finite."""
+    sample_dims = _arviz.default_sample_dims()
+    finite: dict[Hashable, xr.DataArray] = {}
+    for group in groups.values():
+        for name, array in group.data_vars.items():
+            other = [dim for dim in array.dims if dim not in sample_dims]
+            finite[name] = (abs(array) < np.inf).all(other) & finite.get(name, True)
+    return xr.Dataset(finite)
+
+
+def boundary_notice(groups: Groups) -> str | None:
+    """Return a sentence on the draws that have no finite score, or None if there are none."""
+    finite = finite_sites(groups)
+    kept = finite.to_dataarray().all("variable")
+    if kept.all():
+        return None
+    sites = [name for name, ok in finite.data_vars.items() if not ok.all()]
+    return (
+        f"{int((~kept).sum())} of {kept.size} draws have no finite score (sites {sites}): they "
+        "lie on the boundary of their support, to the precision in which they are stored. The "
+        "diagnostics leave them out"
     )
-
-    groups = {
-        UNCONSTRAINED: unconstrained_dataset(points, posterior, sample_dims, sample_shape),
-        score_group(UNCONSTRAINED): unconstrained_dataset(
-            scores, posterior, sample_dims, sample_shape
-        ),
-    }
-    _warn_of_boundary(points, scores)
-    return _arviz.with_groups(data, groups)
-
-
-def _warn_of_boundary(points: Values, scores: Values) -> None:
-    finite: dict[str, npt.NDArray[np.bool_]] = {}
-    for name in points:
-        pair = np.stack([points[name], scores[name]])
-        finite[name] = np.isfinite(pair).all(axis=(0, *range(2, pair.ndim)))
-    kept = np.logical_and.reduce(list(finite.values()))
-    if not kept.all():
-        sites = [name for name, ok in finite.items() if not ok.all()]
-        warnings.warn(
-            f"attach_scores: {(~kept).sum()} of {kept.size} draws have no finite score (sites "
-            f"{sites}): they lie on the boundary of their support, to the precision in which they "
-            "are stored. The diagnostics leave them out",
-            stacklevel=3,
-        )
 
 
 def unconstrained_dataset(
@@ -170,9 +215,10 @@ def unconstrained_dataset(
     """Return values of shape (draws, *unconstrained shape) with the posterior's dimensions."""
     arrays = {}
     for name, value in values.items():
-        like = posterior[name].transpose(*sample_dims, ...)
         data = np.asarray(value).reshape(*sample_shape, *value.shape[1:])
-        if data.shape == like.shape:
+        # a site that the run did not keep has scores all the same
+        like = posterior[name].transpose(*sample_dims, ...) if name in posterior else None
+        if like is not None and data.shape == like.shape:
             arrays[name] = like.copy(data=data)
         else:
             new = (f"{name}_unc_dim_{i}" for i in range(value.ndim - 1))

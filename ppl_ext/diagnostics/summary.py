@@ -15,6 +15,7 @@ from ppl_ext.diagnostics.batches import feature_series
 from ppl_ext.diagnostics.draws import UNCONSTRAINED, read
 from ppl_ext.diagnostics.features import Basis, FloatArray, SteinBasis
 from ppl_ext.diagnostics.moments import Standardize, standardization
+from ppl_ext.diagnostics.svi import order_for
 
 _DECIMALS = {"psd": 3, "psd_t": 2}
 
@@ -25,7 +26,7 @@ def summary(
     filter_vars: _arviz.FilterVars = None,
     coords: Mapping[Hashable, Any] | None = None,
     *,
-    order: int = 2,
+    order: int | None = None,
     basis: Basis = "hermite",
     standardize: Standardize = "diag",
     round_to: int | str | None = None,
@@ -49,7 +50,9 @@ def summary(
         ``unconstrained_posterior`` and ``unconstrained_posterior_score``.
     var_names, filter_vars, coords
         Selection of variables and coordinates, as in ``arviz.summary``.
-    order, basis, standardize
+    order
+        Highest degree of the features: by default 2, or 3 for the draws of `from_svi`.
+    basis, standardize
         As for `psd`.
     round_to
         As for ``arviz.summary``: decimals, or ``"none"``. By default ``psd`` has 3 decimals and
@@ -69,7 +72,8 @@ def summary(
     Warns
     -----
     UserWarning
-        If draws that are not finite were left out of the Stein columns.
+        If draws that are not finite were left out of the Stein columns, or if `order` is too low
+        for the draws of `from_svi`.
 
     Examples
     --------
@@ -99,6 +103,7 @@ def summary(
         raise ValueError(
             f"the data have no group 'posterior' (groups: {', '.join(_arviz.group_names(data))})"
         )
+    order = order_for(data, order, "summary")
     stein = _stein_columns(data, order, basis, standardize)
     selected = _arviz.select(posterior, var_names, filter_vars, coords)
     if round_to is not None:

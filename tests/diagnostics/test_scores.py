@@ -107,6 +107,28 @@ def test_scores_with_data_are_those_of_the_samplers_potential_energy() -> None:
             np.testing.assert_allclose(found, -value, rtol=1e-3, atol=1e-3)
 
 
+def test_rows_of_a_correlation_matrix_show_its_worst_coordinate() -> None:
+    """Draws from the prior, whose scores are then made wrong in one of three coordinates."""
+
+    def correlated() -> None:
+        numpyro.sample("L", dist.LKJCholesky(3, 2.0))
+
+    draws = dist.LKJCholesky(3, 2.0).sample(jax.random.key(0), (2, 200))
+    posterior = xr.Dataset({"L": (("chain", "draw", "row", "column"), np.asarray(draws))})
+    data = attach_scores(_arviz.from_groups({"posterior": posterior}), correlated)
+    scores = _arviz.get_group(data, f"{GROUP}_score")
+    assert scores is not None and scores["L"].dims == ("chain", "draw", "L_unc_dim_0")
+    assert psd_test(data).pvalue > 0.01
+    scores = scores * xr.DataArray([1.0, 3.0, 1.0], dims="L_unc_dim_0")
+    data = _arviz.with_groups(data, {f"{GROUP}_score": scores})
+    table = summary(data, kind="stats", round_to="none")
+    found = psd(data)
+    worst = found["L"] if _arviz.has_inference_data() else found.to_dataset()["L"]
+    assert int(worst.argmax("L_unc_dim_0")) == 1
+    assert len(table) == 9
+    np.testing.assert_allclose(table["psd"], float(worst.max()))
+
+
 def test_draws_on_the_boundary_are_counted_and_left_out() -> None:
     posterior = prior_draws(2, 200)
     posterior["scale"][0, 3] = 0.0
@@ -140,6 +162,12 @@ def test_what_is_refused() -> None:
 
     with pytest.raises(ValueError, match="plate 'rows' takes 3 of 10 data"):
         attach_scores(data, subsampled)
+
+    def of_another_language() -> None:
+        """Pyro's sites are none of NumPyro's."""
+
+    with pytest.raises(ValueError, match=r"no latent site of NumPyro.*is it a Pyro model"):
+        attach_scores(data, of_another_language)
 
     def mixture() -> None:
         numpyro.sample("component", dist.Bernoulli(0.5))

@@ -10,6 +10,7 @@ from numpyro.distributions import constraints
 from numpyro.infer.reparam import CircularReparam
 from scipy import stats
 
+import ppl_ext
 from ppl_ext.errors import UnsupportedModelError
 from ppl_ext.numpyro.target import target
 
@@ -192,12 +193,39 @@ def test_discrete_and_subsampled_models_are_described():
     assert (plate.size, plate.subsample_size, plate.subsampled) == (10, 4, True)
 
 
+def test_a_program_that_asks_for_values_is_looked_at_all_the_same():
+    """Rows of NumPy data cannot be taken by what is only a shape; nor can Python branch on it."""
+
+    def model(y):
+        with numpyro.plate("customers", 10, subsample_size=4) as i:
+            mean = numpyro.sample("mean", dist.Normal(0, 1))
+            numpyro.sample("y", dist.Normal(mean, 1), obs=y[i])
+        if numpyro.sample("switch", dist.Bernoulli(1.0)):
+            numpyro.sample("on", dist.Uniform(0.0, mean.max() ** 2))
+
+    found = target(model, np.zeros(10))
+    assert [site.name for site in found.latent] == ["mean", "switch", "on"]
+    assert found.structure == {"mean": (4,), "on": ()}
+
+
+def test_operations_of_the_model_are_not_run():
+    def model():
+        x = numpyro.sample("x", dist.Normal(0, 1))
+        jax.debug.callback(lambda x: ran.append(x), x)
+
+    ran = []
+    target(model)
+    jax.effects_barrier()
+    assert not ran
+
+
 def test_a_circular_support_is_refused_by_name_and_can_be_reparametrised():
     def model():
         numpyro.sample("angle", dist.VonMises(0.0, 1.0))
 
     with pytest.raises(UnsupportedModelError, match=r"'angle' \(VonMises\).*CircularReparam"):
-        target(model)
+        target(model).check_continuous("ULD")
+    assert "'angle' (VonMises)" in ppl_ext.explain(model).verdicts["ULD"]
     found = target(numpyro.handlers.reparam(model, config={"angle": CircularReparam()}))
     assert found.size == 1
     assert "angle" in found.constrain(jnp.zeros(1))

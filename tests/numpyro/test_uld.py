@@ -36,15 +36,18 @@ def start(model, *args, init_params=None, **kwargs):
     [
         ({"integrator": "leapfrog"}, "`integrator` must be one of 'baoab', 'obabo', got 'leapfrog"),
         ({"precondition": "full"}, "`precondition` must be one of 'diag', 'dense', None, got 'fu"),
-        ({"step_size": -0.1}, "`step_size` must be a positive finite number or None, got -0.1"),
+        ({"step_size": -0.1}, "`step_size` must be a positive finite number, got -0.1"),
         ({"step_size": 0.0}, "`step_size`"),
         ({"step_size": float("nan")}, "`step_size`"),
         ({"step_size": float("inf")}, "`step_size`"),
-        ({"step_size": "0.1"}, "`step_size` must be a positive number or None, got '0.1'"),
+        ({"step_size": "0.1"}, "`step_size` must be a positive number, got '0.1'"),
         ({"step_size": True}, "`step_size`"),
         ({"friction": -1.0}, "`friction`"),
         ({"num_steps": 0}, "`num_steps`"),
-        ({"num_steps": 2.5}, "`num_steps` must be a positive integer or None, got 2.5"),
+        ({"num_steps": 2**31}, "`num_steps` must be an integer from 1 to 2147483647, got 21474"),
+        ({"bias_tolerance": None}, "`bias_tolerance` must be a positive number, got None"),
+        ({"precondition": np.eye(2)}, "`precondition` must be one of 'diag', 'dense', None, got "),
+        ({"num_steps": 2.5}, "`num_steps` must be an integer from 1 to 2147483647, got 2.5"),
         ({"bias_tolerance": 0.0}, "`bias_tolerance`"),
         ({"potential_fn": lambda z: 0.0}, "exactly one of `model` and `potential_fn`"),
     ],
@@ -54,7 +57,14 @@ def test_a_bad_argument_is_named_with_its_value(arguments, words):
         ULD(regression, **arguments)
 
 
+def test_numbers_of_numpy_are_numbers():
+    settings = ULD(regression, step_size=np.float32(0.5), num_steps=np.int64(3)).settings
+    assert (settings.step_size, settings.num_steps) == (0.5, 3)
+
+
 def test_a_model_must_be_given_and_callable():
+    with pytest.raises(TypeError, match="`init_strategy` must be callable, got int"):
+        ULD(regression, init_strategy=3)
     with pytest.raises(ValueError, match="exactly one of `model` and `potential_fn`"):
         ULD()
     with pytest.raises(TypeError, match="`model` must be callable, got str"):
@@ -254,3 +264,24 @@ def test_sampling_needs_a_start():
 def test_a_kernel_without_model_has_no_model_to_wrap():
     with pytest.raises(ValueError, match="no model to wrap"):
         ULD(potential_fn=lambda z: 0.0).wrap_model(lambda model: model)
+
+
+@pytest.mark.parametrize("data", [[1.0, 2.0], "ab", np.array(["a"]), np.array([1, 2], object)])
+def test_data_that_are_no_array_of_numbers_are_refused_by_site(data):
+    def model(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+
+    with pytest.raises(InitializationError, match=r"Observed site 'y' .* numpy.asarray"):
+        start(model, data)
+
+
+@pytest.mark.filterwarnings("error")
+def test_cells_masked_inside_to_event_may_hold_anything():
+    def model(y, mask):
+        mu = numpyro.sample("mu", dist.Gamma(2.0, 1.0))
+        poisson = dist.Poisson(mu).expand([4]).mask(mask).to_event(1)
+        numpyro.sample("y", poisson, obs=y)
+
+    state = start(model, np.array([1, 2, -1, 0]), np.array([True, True, False, True]))
+    assert np.isfinite(state.potential_energy)
