@@ -5,6 +5,7 @@ if __name__ != "ppl_ext.diagnostics":
 
 from ppl_ext.diagnostics.discrepancy import psd
 from ppl_ext.diagnostics.goodness_of_fit import PSDTest, psd_test
+from ppl_ext.diagnostics.ksd import ksd
 from ppl_ext.diagnostics.scores import attach_scores
 from ppl_ext.diagnostics.summary import summary
 from ppl_ext.diagnostics.uld_report import ULDReport, uld_report
@@ -16,6 +17,7 @@ __all__ = [
     "TooFewDrawsError",
     "ULDReport",
     "attach_scores",
+    "ksd",
     "psd",
     "psd_test",
     "summary",

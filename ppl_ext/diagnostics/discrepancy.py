@@ -7,7 +7,6 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import xarray as xr
 
 from ppl_ext._arviz import FilterVars
 from ppl_ext.diagnostics.draws import UNCONSTRAINED, read
@@ -172,7 +171,4 @@ def psd(
     values = total if unbiased else np.sqrt(total)
     if not joint:
         return restore(scored.to_dataset(values))
-    chain = scored.chain_coordinate
-    if per_chain and chain is not None:
-        return restore(xr.Dataset({"psd": (chain.dims, values)}, {chain.dims[0]: chain}))
-    return restore(xr.Dataset({"psd": ((), values.squeeze())}))
+    return restore(scored.joint_dataset("psd", np.asarray(values)))

@@ -146,6 +146,13 @@ class ScoredDraws:
                 )
         return xr.Dataset(arrays)
 
+    def joint_dataset(self, name: str, values: FloatArray) -> xr.Dataset:
+        """Return one value for all coordinates, shape () or (chains,), as the variable `name`."""
+        chain = self.chain_coordinate
+        if values.ndim == 0 or chain is None:
+            return xr.Dataset({name: ((), values.squeeze())})
+        return xr.Dataset({name: (chain.dims, values)}, {chain.dims[0]: chain})
+
 
 def _matrix(dataset: xr.Dataset, sample_dims: Sequence[str]) -> npt.NDArray[Any]:
     """Return the variables side by side, shape (chains, draws, d)."""
