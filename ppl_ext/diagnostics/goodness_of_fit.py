@@ -152,7 +152,7 @@ def psd_test(
     order: int = 2,
     interactions: bool | Literal["auto"] = "auto",
     basis: Basis = "hermite",
-    standardize: Standardize = "diag",
+    standardize: Standardize = "full",
     method: Method = "auto",
     n_boot: int = 999,
     random_seed: int | np.random.Generator | None = 0,
@@ -176,22 +176,46 @@ def psd_test(
 
     Parameters
     ----------
-    data, score, sample_dims, group, var_names, filter_vars, coords, chain_axis, draw_axis
+    data, score, sample_dims, group, var_names, filter_vars, coords, weights, chain_axis, draw_axis
         As for `psd`.
-    order, basis, standardize
+    order, basis
         As for `psd`. Order 2 sees wrong means, scales and correlations, order 4 wrong tails, too.
+    standardize
+        As for `psd`, but ``"full"`` by default: the means of all features then have about the same
+        error, and with the Hermite basis and interactions the result does not depend on the
+        coordinates (it is the same after an affine map). With ``"diag"``, features of strongly
+        correlated coordinates have a far larger error than others, and hide a bias of those. The
+        table of features then is about the whitened coordinates, each named after the one closest
+        to it. ``"diag"`` is for more coordinates than draws, where ``"full"`` is refused.
     interactions
         Whether to take products of several coordinates. ``"auto"``: if there are at most 2,000
         features then, and five effective draws for each.
     method
-        ``"batch"``: the sum of the squared means of all features; where coordinates are strongly
-        correlated, it has more power with ``standardize="full"``. ``"max"``: the largest |t|,
-        which is better at finding one wrong coordinate among many. ``"auto"``: ``"max"`` where
-        ``interactions="auto"`` leaves the interactions out, else ``"batch"``.
+        ``"batch"``: the norm of the means of all features, with random signs on batch means.
+        ``"iid"``: the same with every draw a batch of its own, the test of arXiv 2412.05135, for
+        independent draws only (runs of more than about 8,000 draws are taken in short pieces,
+        which makes no difference for those).
+        ``"gamma"``: the norm against a gamma law with the first three moments of its null, from
+        the covariance of the batch means; no random numbers, and for small p-values.
+        ``"hotelling"``: T^2 of the features' means, which weights them by the inverse of their
+        covariance; to order 2, with 50 effective draws for each feature.
+        ``"max"``: the largest |t|, which is better at finding one wrong coordinate among many. At
+        order 4 the tails of its features make it slightly liberal: at a level of 0.05 it rejected
+        0.08 of exact draws of five coordinates.
+        ``"lambda"``: lambda-PSD (arXiv 2606.26621), the mean of one weighted sum of `order` matrix
+        moments over the last draws of each chain, in directions found from the first; `basis` and
+        `interactions` play no part. Its cost does not grow with the number of features: for many
+        coordinates.
+        ``"auto"``: ``"max"`` where ``interactions="auto"`` leaves the interactions out, else
+        ``"batch"``.
     n_boot
         Number of random sign vectors.
     random_seed
         Seed or generator for the signs. The default gives equal results for equal data.
+    train_fraction
+        For ``"lambda"``: the part of each chain from which the directions are found.
+    lambda_weights
+        For ``"lambda"``: ``"fitted"`` to the second half of that part, or ``"unit"``: all one.
 
     Returns
     -------
@@ -200,9 +224,10 @@ def psd_test(
     Raises
     ------
     TooFewDrawsError
-        If there are fewer than 80 effective draws (40 batches of two autocorrelation times).
+        If there are fewer than 80 effective draws (40 batches of two autocorrelation times), or
+        fewer than 50 for each feature of ``"hotelling"``. The message says how many it needs.
     MissingScoresError, ValueError
-        As for `psd`.
+        As for `psd`; ValueError also for ``"hotelling"`` beyond order 2.
 
     Examples
     --------

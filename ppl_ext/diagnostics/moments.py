@@ -20,7 +20,7 @@ from ppl_ext.errors import TooFewDrawsError
 
 Standardize = Literal["diag", "full"] | None
 
-_CHUNK_BYTES = 4 * 2**20
+_CHUNK_BYTES = 2**19
 
 
 def _chunks(scored: ScoredDraws, columns: int) -> Iterator[slice]:
