@@ -153,14 +153,13 @@ def psd(
     if notice := scored.exclusion_notice():
         warnings.warn(f"psd: {notice}", stacklevel=2)
     start = np.zeros(1, dtype=np.intp)
-    chains = [feature_sums(chain, transform, features, start) for chain in scored.chains()]
-    sums = np.concatenate([chain.sums for chain in chains])
-    squares = np.stack([chain.squares for chain in chains])
-    w = scored.finite if scored.weights is None else scored.weights
-    totals, square_totals = w.sum(axis=1)[:, None], np.square(w).sum(axis=1)[:, None]
-    if not per_chain:
-        sums, squares = sums.sum(axis=0), squares.sum(axis=0)
-        totals, square_totals = totals.sum(), square_totals.sum()
+    parts = list(scored.chains()) if per_chain else [scored]
+    found = [feature_sums(part, transform, features, start) for part in parts]
+    sums = np.concatenate([part.sums for part in found])
+    squares = np.stack([part.squares for part in found])
+    w = [part.finite if part.weights is None else part.weights for part in parts]
+    totals = np.array([[part.sum()] for part in w])
+    square_totals = np.array([[np.square(part).sum(dtype=float)] for part in w])
     with np.errstate(invalid="ignore", divide="ignore"):  # a chain may have no finite draw
         if unbiased:
             squared = (sums**2 - squares) / (totals**2 - square_totals)
@@ -169,6 +168,7 @@ def psd(
 
     total = squared.sum(axis=-1) if joint else features.coordinate_sums(squared)
     values = total if unbiased else np.sqrt(total)
+    values = values if per_chain else values[0]
     if not joint:
         return restore(scored.to_dataset(values))
     return restore(scored.joint_dataset("psd", np.asarray(values)))

@@ -162,7 +162,7 @@ def _matrix(dataset: xr.Dataset, sample_dims: Sequence[str]) -> npt.NDArray[Any]
         if len(sample_dims) == 1:
             block = block[None]
         blocks.append(block.reshape(*block.shape[:2], -1))
-    return np.concatenate(blocks, axis=2)
+    return blocks[0] if len(blocks) == 1 else np.concatenate(blocks, axis=2)
 
 
 def _check_sample_dims(dataset: xr.Dataset, sample_dims: Sequence[str], what: str) -> None:
@@ -213,7 +213,9 @@ def scored_draws(
     s = _matrix(scores, dims) if draws.data_vars else x
     if x.shape[2] == 0:
         raise ValueError("there is no continuous coordinate among the selected variables")
-    finite = np.asarray(np.isfinite(x).all(axis=2) & np.isfinite(s).all(axis=2))
+    finite: npt.NDArray[np.bool_] = np.ones(x.shape[:2], dtype=bool)
+    if not (np.isfinite(x).all() and np.isfinite(s).all()):  # slow over a short last axis
+        finite = np.asarray(np.isfinite(x).all(axis=2) & np.isfinite(s).all(axis=2))
     if not finite.any():
         raise ValueError("there is no draw at which all coordinates and all scores are finite")
     template = draws.isel({dim: 0 for dim in dims}, drop=True)
