@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -280,8 +281,13 @@ def _jax_or_torch_scores(log_density: Callable[..., Any], points: Any) -> Any:
             "density there, a single number"
         )
     batch_size = min(_DRAWS_AT_ONCE, len(jax.tree.leaves(points)[0]))
-    scores = jax.jit(lambda p: jax.lax.map(jax.grad(log_density), p, batch_size=batch_size))(points)
-    return jax.tree.map(np.asarray, scores)
+    return jax.tree.map(np.asarray, _jax_scores(log_density, points, batch_size))
+
+
+# compiled once for a function, however many statistics are asked of it
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def _jax_scores(log_density: Callable[..., Any], points: Any, batch_size: int) -> Any:
+    return jax.lax.map(jax.grad(log_density), points, batch_size=batch_size)
 
 
 def _torch_scores(log_density: Callable[..., Any], points: Any, jax_error: Exception) -> Any:
