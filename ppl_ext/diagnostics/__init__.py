@@ -5,6 +5,7 @@ if __name__ != "ppl_ext.diagnostics":
 
 from ppl_ext.diagnostics.discrepancy import psd
 from ppl_ext.diagnostics.goodness_of_fit import PSDTest, psd_test
+from ppl_ext.diagnostics.ksd import ksd
 from ppl_ext.diagnostics.plots import plot_psd, plot_psd_order
 from ppl_ext.diagnostics.scores import attach_scores
 from ppl_ext.diagnostics.summary import summary
@@ -21,6 +22,7 @@ __all__ = [
     "ULDReport",
     "attach_scores",
     "from_svi",
+    "ksd",
     "plot_psd",
     "plot_psd_order",
     "psd",

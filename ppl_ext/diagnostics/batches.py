@@ -10,8 +10,8 @@ import xarray as xr
 
 from ppl_ext import _arviz
 from ppl_ext.diagnostics.draws import ScoredDraws
-from ppl_ext.diagnostics.features import FloatArray, SteinBasis
-from ppl_ext.diagnostics.moments import Standardization, feature_sums
+from ppl_ext.diagnostics.features import FloatArray
+from ppl_ext.diagnostics.moments import Features, Standardization, feature_sums
 from ppl_ext.errors import TooFewDrawsError
 
 MIN_BATCHES = 40
@@ -43,6 +43,8 @@ class FeatureSeries:
         Number of draws in a piece.
     n_draws
         Number of finite draws.
+    efficiency
+        Number of equal draws that a weighted draw is worth; 1 without weights.
     """
 
     mean: FloatArray
@@ -50,6 +52,11 @@ class FeatureSeries:
     pieces: FloatArray
     piece_length: int
     n_draws: int
+    efficiency: float = 1.0
+
+    def effective_draws(self, tau: float) -> float:
+        """Return the number of independent draws of equal weight that these are worth."""
+        return self.n_draws * self.efficiency / tau
 
     @property
     def mcse(self) -> FloatArray:
@@ -99,12 +106,24 @@ class FeatureSeries:
             pieces -= 2
         enough = self.n_batches(pieces) >= MIN_BATCHES
         if not enough or pieces * self.piece_length < MIN_BATCH_TAUS * tau:
-            raise TooFewDrawsError(
-                f"{self.n_draws} draws with an autocorrelation time of {tau:.1f} are "
-                f"{self.n_draws / tau:.0f} effective draws; the test needs {MIN_EFFECTIVE_DRAWS}, "
-                f"that is about {math.ceil(1.1 * MIN_EFFECTIVE_DRAWS * tau)} draws"
-            )
+            raise self.too_few(MIN_EFFECTIVE_DRAWS, tau)
+        self.require(MIN_EFFECTIVE_DRAWS, tau)
         return pieces
+
+    def require(self, effective_draws: int, tau: float) -> None:
+        """Raise a `TooFewDrawsError` if there are fewer effective draws."""
+        if self.effective_draws(tau) < effective_draws:
+            raise self.too_few(effective_draws, tau)
+
+    def too_few(self, effective_draws: int, tau: float) -> TooFewDrawsError:
+        """Return the refusal that says how many draws a test would need."""
+        weighted = "" if self.efficiency == 1 else f" and weights worth {self.efficiency:.2g} each"
+        needed = math.ceil(1.1 * effective_draws * tau / self.efficiency)
+        return TooFewDrawsError(
+            f"{self.n_draws} draws with an autocorrelation time of {tau:.1f}{weighted} are "
+            f"{self.effective_draws(tau):.0f} effective draws; the test needs {effective_draws}, "
+            f"that is about {needed} draws"
+        )
 
     def lugsail_ratio(self, pieces: int) -> FloatArray:
         r"""Return how much larger the long-run variance is than that of batch means, shape (J,).
@@ -123,9 +142,12 @@ class FeatureSeries:
 
 
 def feature_series(
-    scored: ScoredDraws, transform: Standardization, basis: SteinBasis
+    scored: ScoredDraws, transform: Standardization, features: Features
 ) -> FeatureSeries:
     """Return the features' means over all draws and over pieces of the chains.
+
+    With weights, a feature is that times the weight of the draw, relative to the mean weight: under
+    the target its mean is zero too, and its error is that of the weighted mean (delta method).
 
     Raises
     ------
@@ -135,7 +157,7 @@ def feature_series(
     n_chains, n = scored.finite.shape
     if n < 4:
         raise TooFewDrawsError(f"the chains have {n} draws each; at least 4 are needed")
-    budget = min(_MAX_PIECES, _MAX_NUMBERS // len(basis))
+    budget = min(_MAX_PIECES, _MAX_NUMBERS // len(features))
     wanted = max(budget // n_chains, 16, math.ceil(4 * MIN_BATCHES / n_chains))
     length = math.ceil(n / wanted)
     n_pieces, rest = divmod(n, length)
@@ -143,17 +165,20 @@ def feature_series(
     inside = rest + length * np.arange(n_pieces)
     inside = np.concatenate([[0], inside]) if rest else inside
     starts = (n * np.arange(n_chains)[:, None] + inside).reshape(-1)
-    totals = feature_sums(scored, transform, basis, starts)
-    mean = totals.sums.sum(axis=0) / scored.n_draws
-    square = totals.squares / scored.n_draws
+    totals = feature_sums(scored, transform, features, starts)
+    # Weights with mean one, so that products with them have the mean of the features.
+    factor = scored.n_draws / scored.total_weight
+    mean = factor * totals.sums.sum(axis=0) / scored.n_draws
+    square = factor**2 * totals.squares / scored.n_draws
     variance = square - mean**2
     # What rounding leaves of the variance of a constant feature is no variance.
     variance[variance <= 1e-12 * square] = 0.0
-    segments = totals.sums.reshape(n_chains, len(inside), len(basis))
+    segments = totals.sums.reshape(n_chains, len(inside), len(features))
     return FeatureSeries(
         mean=mean,
         variance=variance,
-        pieces=segments[:, len(inside) - n_pieces :] / length,
+        pieces=segments[:, len(inside) - n_pieces :] * (factor / length),
         piece_length=length,
         n_draws=scored.n_draws,
+        efficiency=scored.weight_efficiency,
     )

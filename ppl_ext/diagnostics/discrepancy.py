@@ -7,7 +7,6 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import xarray as xr
 
 from ppl_ext._arviz import FilterVars
 from ppl_ext.diagnostics.draws import UNCONSTRAINED, read
@@ -31,6 +30,7 @@ def psd(
     joint: bool = False,
     per_chain: bool = False,
     unbiased: bool = False,
+    weights: Any = None,
     chain_axis: int | None = 0,
     draw_axis: int = 1,
 ) -> Any:
@@ -50,7 +50,10 @@ def psd(
     score
         Gradient of the log density of the unconstrained coordinates at the draws, with the log
         Jacobian of the constraining transformation in that density; in the form of `data`. With a
-        container: a Dataset that replaces the score group.
+        container: a Dataset that replaces the score group. Or that log density itself, a function
+        of one draw in JAX or in torch that returns a single number: it is given the draw as an
+        array if `data` is an array or DataArray, else as a dict of its variables. (In JAX the
+        gradients have the precision of ``jax_enable_x64``; torch goes draw by draw.)
     sample_dims
         Dimensions of chains and draws, or of draws alone. Default: ArviZ's.
     group
@@ -63,10 +66,10 @@ def psd(
         ``"hermite"``: orthonormal Hermite polynomials, each feature divided by its degree.
         ``"monomial"``: the paper's.
     standardize
-        ``"diag"``: every coordinate to mean 0 and standard deviation 1. ``"full"``: whitened with
-        the Cholesky factor L of the covariance; the value of a coordinate is then that of the
-        part of it that does not depend linearly on those before it. None: as they are; the value
-        then depends on units and on offsets. The moments are always those of all chains.
+        ``"diag"``: every coordinate to mean 0 and standard deviation 1. ``"full"``: whitened, by
+        the symmetric square root of the correlation matrix; the value of a coordinate is then
+        that of the whitened coordinate closest to it. None: as they are; the value then depends
+        on units and on offsets. The moments are always those of all chains.
     interactions
         Whether the products of several coordinates count. If so, the value of a coordinate is
         over all features in which it takes part; without them, over its own powers alone, and a
@@ -79,6 +82,9 @@ def psd(
         Return the U-statistic of the squared discrepancy (equation 10) instead: for independent
         draws its expectation is the square of the discrepancy of their distribution, and it can
         be negative.
+    weights
+        Importance weights of the draws, up to a factor: an array (chain, draw), or (draw,) where
+        there are no chains, or a DataArray with the sample dimensions. Means are then weighted.
     chain_axis, draw_axis
         Axes of a plain array; `chain_axis` may be None.
 
@@ -140,29 +146,29 @@ def psd(
         coords=coords,
         chain_axis=chain_axis,
         draw_axis=draw_axis,
+        weights=weights,
     )
     features = SteinBasis(scored.dimension, order, interactions, basis)
     transform = standardization(scored, standardize)
     if notice := scored.exclusion_notice():
         warnings.warn(f"psd: {notice}", stacklevel=2)
     start = np.zeros(1, dtype=np.intp)
-    chains = [feature_sums(chain, transform, features, start) for chain in scored.chains()]
-    sums = np.concatenate([chain.sums for chain in chains])
-    squares = np.stack([chain.squares for chain in chains])
-    counts = scored.finite.sum(axis=1)[:, None]
-    if not per_chain:
-        sums, squares, counts = sums.sum(axis=0), squares.sum(axis=0), counts.sum()
+    parts = list(scored.chains()) if per_chain else [scored]
+    found = [feature_sums(part, transform, features, start) for part in parts]
+    sums = np.concatenate([part.sums for part in found])
+    squares = np.stack([part.squares for part in found])
+    w = [part.finite if part.weights is None else part.weights for part in parts]
+    totals = np.array([[part.sum()] for part in w])
+    square_totals = np.array([[np.square(part).sum(dtype=float)] for part in w])
     with np.errstate(invalid="ignore", divide="ignore"):  # a chain may have no finite draw
         if unbiased:
-            squared = (sums**2 - squares) / (counts * (counts - 1))
+            squared = (sums**2 - squares) / (totals**2 - square_totals)
         else:
-            squared = (sums / counts) ** 2
+            squared = (sums / totals) ** 2
 
     total = squared.sum(axis=-1) if joint else features.coordinate_sums(squared)
     values = total if unbiased else np.sqrt(total)
+    values = values if per_chain else values[0]
     if not joint:
         return restore(scored.to_dataset(values))
-    chain = scored.chain_coordinate
-    if per_chain and chain is not None:
-        return restore(xr.Dataset({"psd": (chain.dims, values)}, {chain.dims[0]: chain}))
-    return restore(xr.Dataset({"psd": ((), values.squeeze())}))
+    return restore(scored.joint_dataset("psd", np.asarray(values)))

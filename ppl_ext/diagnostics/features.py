@@ -135,20 +135,36 @@ class SteinBasis:
     def __call__(self, x: FloatArray, score: FloatArray) -> FloatArray:
         """Return the features, shape (len(self), n), of points `x` and scores of shape (d, n)."""
         values, images = self._tables(x, score)
-        features = np.empty((len(self), x.shape[1]))
+        d, n = x.shape
+        features = np.empty((len(self), n))
+        products: dict[tuple[int, ...], FloatArray] = {}  # of the P alone
+        blocks: dict[tuple[int, ...], FloatArray] = {}
         stop = 0
         for degrees, coordinates in self.patterns:
             start, stop = stop, stop + len(coordinates)
-            block = features[start:stop]
-            block[:] = 0.0
-            for j, degree in enumerate(degrees):
-                term = images[degree][coordinates[:, j]]
-                for k, other in enumerate(degrees):
-                    if k != j:
-                        term *= values[other][coordinates[:, k]]
-                block += term
+            block = blocks[degrees] = features[start:stop]
+            (k, *others), total = degrees, sum(degrees)
+            if not others:
+                products[degrees] = values[k]
+                np.multiply(images[k], 1 / total if self.family == "hermite" else 1, out=block)
+                continue
+            # Coordinates ascend, so that those with first coordinate j continue with the last
+            # features of the pattern without j, and A(P Q) = A(P) Q + P A(Q) for P of x_j alone.
+            rest = tuple(others)
+            value_scale, image_scale = 1.0, 1.0
             if self.family == "hermite":
-                block /= sum(degrees)
+                value_scale, image_scale = (total - k) / total, 1 / total
+            product = np.empty_like(block) if total < self.order else None
+            row = 0
+            for j in range(d - len(rest)):
+                size = math.comb(d - 1 - j, len(rest))
+                at, row = slice(row, row + size), row + size
+                np.multiply(image_scale * images[k][j], products[rest][-size:], out=block[at])
+                block[at] += (value_scale * values[k][j]) * blocks[rest][-size:]
+                if product is not None:
+                    np.multiply(values[k][j], products[rest][-size:], out=product[at])
+            if product is not None:
+                products[degrees] = product
         return features
 
     def _tables(

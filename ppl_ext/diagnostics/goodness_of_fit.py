@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import html
-import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -13,12 +12,25 @@ import pandas as pd
 from scipy import stats
 
 from ppl_ext._arviz import FilterVars
-from ppl_ext.diagnostics.batches import BATCH_TAUS, MIN_BATCHES, FeatureSeries, feature_series
-from ppl_ext.diagnostics.draws import UNCONSTRAINED, read
+from ppl_ext.diagnostics.batches import (
+    BATCH_TAUS,
+    MIN_BATCHES,
+    MIN_EFFECTIVE_DRAWS,
+    FeatureSeries,
+    feature_series,
+)
+from ppl_ext.diagnostics.draws import UNCONSTRAINED, ScoredDraws, read
 from ppl_ext.diagnostics.features import Basis, FloatArray, SteinBasis
-from ppl_ext.diagnostics.moments import Standardize, standardization
+from ppl_ext.diagnostics.matrix_moments import (
+    MatrixMoments,
+    matrix_moments,
+    with_fitted_weights,
+)
+from ppl_ext.diagnostics.moments import Standardization, Standardize, standardization
+from ppl_ext.errors import TooFewDrawsError
 
-Method = Literal["auto", "batch", "max"]
+Method = Literal["auto", "batch", "iid", "gamma", "hotelling", "max", "lambda"]
+LambdaWeights = Literal["fitted", "unit"]
 
 MAX_FEATURES = 2000
 """Most features with which ``interactions="auto"`` takes the interactions."""
@@ -26,6 +38,11 @@ MAX_FEATURES = 2000
 DRAWS_PER_FEATURE = 5
 """Fewest effective draws for each feature with which it does so."""
 
+HOTELLING_DRAWS_PER_FEATURE, HOTELLING_ORDER = 50, 2
+"""Fewest effective draws for each feature of Hotelling's test, and its highest order: with fewer,
+or with the heavier tails of features of higher degree, it rejects up to all exact draws."""
+
+_STATISTICS = {"max": "largest |t|", "hotelling": "T^2", "lambda": "z"}
 _SHOWN = 5
 _BOOT_BLOCK = 1024
 
@@ -37,14 +54,17 @@ class PSDTest:
     Attributes
     ----------
     statistic
-        For ``method="batch"`` the joint discrepancy, that is the norm of the features' means; for
-        ``"max"`` the largest absolute t, with standard errors from the batch means.
+        For ``method="batch"``, ``"iid"`` and ``"gamma"`` the joint discrepancy, that is the norm
+        of the features' means; for ``"max"`` the largest absolute t, with standard errors from
+        the batch means; for ``"hotelling"`` T^2; for ``"lambda"`` z.
     pvalue
         Probability, under the target, of a statistic at least as large.
     method, order, basis, standardize, interactions
         What was computed.
     n_coordinates, n_features, n_chains, n_draws
-        Sizes; only finite draws count.
+        Sizes. Only finite draws count, and for ``"lambda"`` only those not trained on.
+    weight_efficiency
+        Number of equal draws that a weighted draw is worth; 1 without weights.
     n_batches, batch_length
         Number of batches, and draws in each.
     tau
@@ -67,6 +87,7 @@ class PSDTest:
     n_features: int
     n_chains: int
     n_draws: int
+    weight_efficiency: float
     n_batches: int
     batch_length: int
     tau: float
@@ -76,7 +97,7 @@ class PSDTest:
     @property
     def ess(self) -> float:
         """Effective number of draws for the slowest feature."""
-        return self.n_draws / self.tau
+        return self.n_draws * self.weight_efficiency / self.tau
 
     @property
     def worst(self) -> pd.DataFrame:
@@ -84,13 +105,15 @@ class PSDTest:
         return self.features.head(_SHOWN)
 
     def _facts(self) -> dict[str, str]:
-        name = "largest |t|" if self.method == "max" else "PSD"
-        kind = "with" if self.interactions else "without"
+        kind = f"{self.basis}, order {self.order}, "
+        kind += f"{'with' if self.interactions else 'without'} interactions"
+        if self.method == "lambda":
+            kind = f"matrix moments, order {self.order}"
         return {
+            "method": self.method,
             "p-value": f"{self.pvalue:.3g}",
-            name: f"{self.statistic:.3g}",
-            "features": f"{self.n_features} ({self.basis}, order {self.order}, {kind} "
-            f"interactions) of {self.n_coordinates} coordinates",
+            _STATISTICS.get(self.method, "PSD"): f"{self.statistic:.3g}",
+            "features": f"{self.n_features} ({kind}) of {self.n_coordinates} coordinates",
             "draws": f"{self.n_draws} in {self.n_chains} chains, autocorrelation time "
             f"{self.tau:.1f}, {self.ess:.0f} effective",
             "batches": f"{self.n_batches} of {self.batch_length} draws",
@@ -129,10 +152,13 @@ def psd_test(
     order: int = 2,
     interactions: bool | Literal["auto"] = "auto",
     basis: Basis = "hermite",
-    standardize: Standardize = "diag",
+    standardize: Standardize = "full",
     method: Method = "auto",
     n_boot: int = 999,
     random_seed: int | np.random.Generator | None = 0,
+    train_fraction: float = 0.3,
+    lambda_weights: LambdaWeights = "fitted",
+    weights: Any = None,
     chain_axis: int | None = 0,
     draw_axis: int = 1,
 ) -> PSDTest:
@@ -150,22 +176,46 @@ def psd_test(
 
     Parameters
     ----------
-    data, score, sample_dims, group, var_names, filter_vars, coords, chain_axis, draw_axis
+    data, score, sample_dims, group, var_names, filter_vars, coords, weights, chain_axis, draw_axis
         As for `psd`.
-    order, basis, standardize
+    order, basis
         As for `psd`. Order 2 sees wrong means, scales and correlations, order 4 wrong tails, too.
+    standardize
+        As for `psd`, but ``"full"`` by default: the means of all features then have about the same
+        error, and with the Hermite basis and interactions the result does not depend on the
+        coordinates (it is the same after an affine map). With ``"diag"``, features of strongly
+        correlated coordinates have a far larger error than others, and hide a bias of those. The
+        table of features then is about the whitened coordinates, each named after the one closest
+        to it. ``"diag"`` is for more coordinates than draws, where ``"full"`` is refused.
     interactions
         Whether to take products of several coordinates. ``"auto"``: if there are at most 2,000
         features then, and five effective draws for each.
     method
-        ``"batch"``: the sum of the squared means of all features; where coordinates are strongly
-        correlated, it has more power with ``standardize="full"``. ``"max"``: the largest |t|,
-        which is better at finding one wrong coordinate among many. ``"auto"``: ``"max"`` where
-        ``interactions="auto"`` leaves the interactions out, else ``"batch"``.
+        ``"batch"``: the norm of the means of all features, with random signs on batch means.
+        ``"iid"``: the same with every draw a batch of its own, the test of arXiv 2412.05135, for
+        independent draws only (runs of more than about 8,000 draws are taken in short pieces,
+        which makes no difference for those).
+        ``"gamma"``: the norm against a gamma law with the first three moments of its null, from
+        the covariance of the batch means; no random numbers, and for small p-values.
+        ``"hotelling"``: T^2 of the features' means, which weights them by the inverse of their
+        covariance; to order 2, with 50 effective draws for each feature.
+        ``"max"``: the largest |t|, which is better at finding one wrong coordinate among many. At
+        order 4 the tails of its features make it slightly liberal: at a level of 0.05 it rejected
+        0.08 of exact draws of five coordinates.
+        ``"lambda"``: lambda-PSD (arXiv 2606.26621), the mean of one weighted sum of `order` matrix
+        moments over the last draws of each chain, in directions found from the first; `basis` and
+        `interactions` play no part. Its cost does not grow with the number of features: for many
+        coordinates.
+        ``"auto"``: ``"max"`` where ``interactions="auto"`` leaves the interactions out, else
+        ``"batch"``.
     n_boot
         Number of random sign vectors.
     random_seed
         Seed or generator for the signs. The default gives equal results for equal data.
+    train_fraction
+        For ``"lambda"``: the part of each chain from which the directions are found.
+    lambda_weights
+        For ``"lambda"``: ``"fitted"`` to the second half of that part, or ``"unit"``: all one.
 
     Returns
     -------
@@ -174,9 +224,10 @@ def psd_test(
     Raises
     ------
     TooFewDrawsError
-        If there are fewer than 80 effective draws (40 batches of two autocorrelation times).
+        If there are fewer than 80 effective draws (40 batches of two autocorrelation times), or
+        fewer than 50 for each feature of ``"hotelling"``. The message says how many it needs.
     MissingScoresError, ValueError
-        As for `psd`.
+        As for `psd`; ValueError also for ``"hotelling"`` beyond order 2.
 
     Examples
     --------
@@ -193,8 +244,19 @@ def psd_test(
         raise ValueError(f'interactions must be True, False or "auto", got {interactions!r}')
     if method not in get_args(Method):
         raise ValueError(f"method must be one of {get_args(Method)}, got {method!r}")
+    if lambda_weights not in get_args(LambdaWeights):
+        raise ValueError(
+            f"lambda_weights must be one of {get_args(LambdaWeights)}, got {lambda_weights!r}"
+        )
+    if not 0 < train_fraction < 1:
+        raise ValueError(f"train_fraction must be between 0 and 1, got {train_fraction}")
     if n_boot < 1:
         raise ValueError(f"n_boot must be at least 1, got {n_boot}")
+    if method == "hotelling" and order > HOTELLING_ORDER:
+        raise ValueError(
+            f'method="hotelling" has no valid level beyond order {HOTELLING_ORDER}, got '
+            f'order={order}: use method="batch"'
+        )
     scored, _ = read(
         data,
         score,
@@ -205,18 +267,25 @@ def psd_test(
         coords=coords,
         chain_axis=chain_axis,
         draw_axis=draw_axis,
+        weights=weights,
     )
     notices = [notice] if (notice := scored.exclusion_notice()) else []
     transform = standardization(scored, standardize)
-    features = SteinBasis(scored.dimension, order, interactions is True, basis)
+    basis_ = SteinBasis(scored.dimension, order, interactions is True, basis)
+    features: SteinBasis | MatrixMoments = basis_
+    if method == "lambda":
+        features, scored = _split(scored, transform, order, train_fraction, lambda_weights)
     series = feature_series(scored, transform, features)
     mcse = series.mcse
-    if interactions == "auto" and order > 1 and scored.dimension > 1:
-        effective = series.n_draws / series.autocorrelation_time(mcse)
+    tau = series.autocorrelation_time(mcse)
+    if method != "lambda" and interactions == "auto" and order > 1 and scored.dimension > 1:
+        per_feature = HOTELLING_DRAWS_PER_FEATURE if method == "hotelling" else DRAWS_PER_FEATURE
+        effective = series.effective_draws(tau)
         full = SteinBasis(scored.dimension, order, True, basis)
-        if len(full) <= min(MAX_FEATURES, effective / DRAWS_PER_FEATURE):
+        if len(full) <= min(MAX_FEATURES, effective / per_feature):
             features, series = full, feature_series(scored, transform, full)
             mcse = series.mcse
+            tau = series.autocorrelation_time(mcse)
         else:
             notices.append(
                 f"interactions are left out: they would make {len(full)} features, for which "
@@ -226,24 +295,50 @@ def psd_test(
             method = "max" if method == "auto" else method
     method = "batch" if method == "auto" else method
 
-    tau = series.autocorrelation_time(mcse)
-    pieces = series.pieces_per_batch(tau)
-    length = pieces * series.piece_length
-    if length < BATCH_TAUS * tau:
-        wanted = BATCH_TAUS * MIN_BATCHES * tau
-        notices.append(
-            f"the batches of {length} draws are shorter than {BATCH_TAUS} autocorrelation times of "
-            f"{tau:.1f}; about {wanted:.0f} draws would allow that"
-        )
-    statistic, pvalue = _sign_flip_test(series, pieces, method, n_boot, random_seed)
+    if method == "iid":
+        series.require(MIN_EFFECTIVE_DRAWS, 1.0)
+        pieces = 1
+        if tau > 2:
+            notices.append(
+                f'method="iid" takes draws with an autocorrelation time of {tau:.1f} for '
+                'independent ones, and rejects exact draws far too often: use method="batch"'
+            )
+    else:
+        pieces = series.pieces_per_batch(tau)
+        if method == "hotelling":
+            series.require(HOTELLING_DRAWS_PER_FEATURE * len(features), tau)
+        if pieces * series.piece_length < BATCH_TAUS * tau:
+            notices.append(
+                f"the batches of {pieces * series.piece_length} draws are shorter than "
+                f"{BATCH_TAUS} autocorrelation times of {tau:.1f}; about "
+                f"{BATCH_TAUS * MIN_BATCHES * tau:.0f} draws would allow that"
+            )
+    mean, rows = series.mean, _error_rows(series, pieces)
+    ratio = np.ones(len(features)) if method == "iid" else series.lugsail_ratio(pieces)
+    if method == "max":
+        mean, rows = _studentised(mean, rows, ratio)
+    else:
+        rows = rows * np.sqrt(ratio)
+    if method == "gamma":
+        statistic, pvalue = _gamma_test(mean, rows)
+    elif method == "hotelling":
+        statistic, pvalue = _hotelling_test(mean, rows)
+    elif method == "lambda":
+        statistic, pvalue = _z_test(mean[-1], rows[:, -1])
+    else:
+        size = _largest if method == "max" else _euclidean
+        statistic, pvalue = _sign_flip_test(size, mean, rows, n_boot, random_seed)
 
     t = series.t(mcse)
     worst = float(np.abs(t).max())
-    if method == "batch" and pvalue > 0.01 and worst > stats.norm.isf(0.0005 / len(features)):
+    if (
+        method in ("batch", "iid", "gamma")
+        and pvalue > 0.01
+        and worst > stats.norm.isf(0.0005 / len(features))
+    ):
         notices.append(
             f"a single feature has |t| = {worst:.1f}, which the sum over all features hides: "
-            "coordinates are strongly correlated, and their features vary far more than others. "
-            'Use standardize="full" or method="max"'
+            'its features vary far less than others. Use standardize="full" or method="max"'
         )
     table = pd.DataFrame(
         {"zbar": series.mean, "mcse": mcse, "t": t},
@@ -256,53 +351,147 @@ def psd_test(
         order=order,
         basis=basis,
         standardize=standardize,
-        interactions=features.interactions,
+        interactions=getattr(features, "interactions", True),
         n_coordinates=scored.dimension,
         n_features=len(features),
         n_chains=len(scored.finite),
         n_draws=scored.n_draws,
+        weight_efficiency=series.efficiency,
         n_batches=series.n_batches(pieces),
-        batch_length=length,
+        batch_length=pieces * series.piece_length,
         tau=tau,
         features=table,
         warnings=tuple(notices),
     )
 
 
+def _split(
+    scored: ScoredDraws,
+    transform: Standardization,
+    order: int,
+    train_fraction: float,
+    lambda_weights: LambdaWeights,
+) -> tuple[MatrixMoments, ScoredDraws]:
+    """Return matrix moments of the first draws of every chain, and the other draws."""
+    n = scored.finite.shape[1]
+    end = int(train_fraction * n)
+    middle = end // 2 if lambda_weights == "fitted" else end
+    everything = slice(None)
+    train, rest, test = (
+        scored.part(everything, slice(start, stop))
+        for start, stop in ((0, middle), (middle, end), (end, n))
+    )
+    if not (train.finite.any() and test.finite.any()):
+        raise TooFewDrawsError(
+            f"train_fraction={train_fraction} leaves no finite draw of {n} per chain on one side"
+        )
+    moments = matrix_moments(train, transform, order)
+    if lambda_weights == "fitted":
+        moments = with_fitted_weights(moments, rest, transform)
+    return moments, test
+
+
+def _error_rows(series: FeatureSeries, pieces: int) -> FloatArray:
+    """Return rows, shape (batches, J), that sum up to the error of the mean.
+
+    They are the batch means in the scale of the overall mean: under the target they are nearly
+    independent with mean zero, and the sum of their squares estimates its variance.
+    """
+    batches = series.batch_means(pieces)
+    # A batch mean has the variance of the overall mean times n_draws / (draws in the batch).
+    return batches * np.sqrt(pieces * series.piece_length / (series.n_draws * len(batches)))
+
+
 def _sign_flip_test(
-    series: FeatureSeries,
-    pieces: int,
-    method: Method,
+    size: Callable[[FloatArray], FloatArray],
+    mean: FloatArray,
+    rows: FloatArray,
     n_boot: int,
     random_seed: int | np.random.Generator | None,
 ) -> tuple[float, float]:
-    """Return the statistic and its p-value among those of batch means with random signs.
+    """Return size(mean) and its p-value among the sizes of sums of the rows with random signs.
 
-    The batch means are not centred: with their own signs they are then one of the equally likely
-    sign vectors, which makes the test exact for independent symmetric batches, however few.
+    The rows are not centred: with their own signs they are then one of the equally likely sign
+    vectors, which makes the test exact for independent symmetric batches, however few.
     """
-    mean, batches, ratio = series.mean, series.batch_means(pieces), series.lugsail_ratio(pieces)
-    # A batch mean has the variance of the overall mean times n_draws / (draws in the batch).
-    scale = math.sqrt(pieces * series.piece_length / (series.n_draws * len(batches)))
-    if method == "max":
-        # These standard errors do not change with the signs, so that their noise is the same in
-        # the statistic and under the null. That of the ratios is not: the largest |t| would be
-        # that of the feature with the smallest of them.
-        error = scale * np.linalg.norm(batches, axis=0)
-        moving = error > 0
-        mean, batches = mean[moving] / error[moving], batches[:, moving] / error[moving]
-        ratio = np.maximum(ratio[moving], 1.0)
-    batches *= scale * np.sqrt(ratio)
-
-    def size(means: FloatArray) -> FloatArray:
-        norm = np.inf if method == "max" else 2
-        return np.asarray(np.linalg.norm(means, ord=norm, axis=-1))
-
     rng = np.random.default_rng(random_seed)
     observed = size(mean)
     exceeding = 0
     for start in range(0, n_boot, _BOOT_BLOCK):
-        shape = (min(_BOOT_BLOCK, n_boot - start), len(batches))
+        shape = (min(_BOOT_BLOCK, n_boot - start), len(rows))
         signs = rng.integers(0, 2, shape, dtype=np.int8) * 2.0 - 1.0
-        exceeding += int((size(signs @ batches) >= observed).sum())
+        exceeding += int((size(signs @ rows) >= observed).sum())
     return float(observed), (1 + exceeding) / (1 + n_boot)
+
+
+def _euclidean(means: FloatArray) -> FloatArray:
+    return np.asarray(np.linalg.norm(means, axis=-1))
+
+
+def _largest(means: FloatArray) -> FloatArray:
+    return np.asarray(np.abs(means).max(axis=-1, initial=0.0))
+
+
+def _studentised(
+    mean: FloatArray, rows: FloatArray, ratio: FloatArray
+) -> tuple[FloatArray, FloatArray]:
+    """Return mean and rows in standard errors, the latter times the root of the lugsail ratio.
+
+    The errors do not change with the signs of the rows, so that their noise is the same in the
+    statistic and under the null. That of the ratios is not: in the statistic, they would make the
+    largest |t| that of the feature with the smallest of them.
+    """
+    error = np.linalg.norm(rows, axis=0)
+    # A feature without spread is infinitely far from zero unless it is zero.
+    with np.errstate(divide="ignore", invalid="ignore"):
+        t = np.where(mean == 0.0, 0.0, mean / error)
+        null = np.where(error > 0, rows * np.sqrt(np.maximum(ratio, 1.0)) / error, 0.0)
+    return t, null
+
+
+def _gamma_test(mean: FloatArray, rows: FloatArray) -> tuple[float, float]:
+    r"""Return the norm of the mean and its p-value under a gamma law with three right moments.
+
+    Under the target the square is a sum of :math:`\lambda_k\chi^2_1` over the eigenvalues of the
+    covariance C of the mean, whose cumulants are multiples of :math:`\mathrm{tr}\,C^i`, i = 1, 2, 3
+    (Liu, Tang and Zhang, Computational Statistics & Data Analysis 53, 2009). Sums over pairs and
+    triples of different rows estimate these without bias, however many features there are.
+    """
+    m = len(rows)
+    # tr C^i is the same for the Gram matrix of the features and for that of the rows.
+    by_feature = rows.shape[1] <= m
+    gram = rows.T @ rows if by_feature else rows @ rows.T
+    squares = np.square(rows).sum(axis=1)  # r_i . r_i
+    to_all = (  # sum over j of (r_i . r_j)^2
+        np.einsum("ij,ij->i", rows @ gram, rows) if by_feature else np.square(gram).sum(axis=1)
+    )
+    first = squares.sum()
+    second = (to_all - squares**2).sum() * m / (m - 1)
+    triples = (
+        np.einsum("ij,ij->", gram @ gram, gram) - 3 * squares @ to_all + 2 * (squares**3).sum()
+    )
+    third = triples * m**2 / ((m - 1) * (m - 2))
+    # What traces of powers of a covariance matrix must satisfy, and estimates may not.
+    second = np.clip(second, first**2 / rows.shape[1], first**2)
+    third = np.clip(third, second**2 / first, second**1.5)
+    observed = float(np.linalg.norm(mean))
+    freedom = second**3 / third**2
+    standardised = (observed**2 - first) / np.sqrt(2 * second)
+    return observed, float(stats.chi2.sf(freedom + np.sqrt(2 * freedom) * standardised, freedom))
+
+
+def _hotelling_test(mean: FloatArray, rows: FloatArray) -> tuple[float, float]:
+    """Return T^2 and its p-value; T^2 (m - J) / (J (m - 1)) has an F law for m normal rows."""
+    m, n_features = rows.shape
+    centred = rows - rows.mean(axis=0)
+    covariance = centred.T @ centred * m / (m - 1)
+    statistic = float(mean @ np.linalg.solve(covariance, mean))
+    ratio = statistic * (m - n_features) / (n_features * (m - 1))
+    return statistic, float(stats.f.sf(ratio, n_features, m - n_features))
+
+
+def _z_test(mean: float, rows: FloatArray) -> tuple[float, float]:
+    """Return mean / error for a single function and its two-sided p-value."""
+    m = len(rows)
+    z = mean / float(np.sqrt(np.square(rows - rows.mean()).sum() * m / (m - 1)))
+    return z, float(2 * stats.t.sf(abs(z), m - 1))

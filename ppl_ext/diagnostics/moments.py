@@ -9,19 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 import numpy.typing as npt
-import scipy.linalg
 
 from ppl_ext.diagnostics.draws import ScoredDraws
-from ppl_ext.diagnostics.features import FloatArray, SteinBasis
+from ppl_ext.diagnostics.features import FloatArray
 from ppl_ext.errors import TooFewDrawsError
 
 Standardize = Literal["diag", "full"] | None
 
-_CHUNK_BYTES = 4 * 2**20
+_CHUNK_BYTES = 2**19
 
 
 def _chunks(scored: ScoredDraws, columns: int) -> Iterator[slice]:
@@ -34,18 +33,19 @@ def _chunks(scored: ScoredDraws, columns: int) -> Iterator[slice]:
 
 @dataclass(frozen=True)
 class Standardization:
-    """The affine map y = L^{-1} (x - m), under which scores become L^T s.
+    """The affine map y = A^{-1} (x - m), under which scores become A^T s.
 
     Attributes
     ----------
     mean
         m, shape (d,).
-    scale
-        L: shape (d,) if it is diagonal, else (d, d), lower triangular.
+    scale, inverse
+        A and its inverse: shape (d,) if they are diagonal, else (d, d).
     """
 
     mean: FloatArray
     scale: FloatArray
+    inverse: FloatArray
 
     def __call__(
         self, x: npt.NDArray[np.floating], score: npt.NDArray[np.floating]
@@ -54,12 +54,37 @@ class Standardization:
         centred = np.ascontiguousarray((x.astype(np.float64) - self.mean).T)
         s = np.ascontiguousarray(score.astype(np.float64).T)
         if self.scale.ndim == 1:
-            return centred / self.scale[:, None], s * self.scale[:, None]
-        return scipy.linalg.solve_triangular(self.scale, centred, lower=True), self.scale.T @ s
+            return centred * self.inverse[:, None], s * self.scale[:, None]
+        return self.inverse @ centred, self.scale.T @ s
+
+
+def finite_chunks(
+    scored: ScoredDraws, columns: int
+) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[Any], FloatArray | None]]:
+    """Yield the finite draws and scores, shape (n, d), and their weights, shape (n, 1), in chunks.
+
+    `columns` is how many float64 numbers per draw the caller makes of them.
+    """
+    d = scored.dimension
+    x, s = scored.draws.reshape(-1, d), scored.scores.reshape(-1, d)
+    finite = scored.finite.reshape(-1)
+    weights = None if scored.weights is None else scored.weights.reshape(-1, 1)
+    for rows in _chunks(scored, columns):
+        w = None if weights is None else weights[rows]
+        keep = finite[rows]
+        if keep.all():
+            yield x[rows], s[rows], w
+        else:
+            yield x[rows][keep], s[rows][keep], None if w is None else w[keep]
 
 
 def standardization(scored: ScoredDraws, kind: Standardize) -> Standardization:
-    """Return the map to zero mean and unit variance, from the moments of all chains together.
+    r"""Return the map to zero mean and unit variance, from the moments of all chains together.
+
+    ``"full"`` takes the symmetric square root of the correlation matrix P, with the standard
+    deviations V^{1/2}: :math:`A = V^{1/2} P^{1/2}` (ZCA-cor of Kessy, Lewin and Strimmer, The
+    American Statistician 72, 2018). Of all whitening maps it is the one under which every
+    coordinate stays as close as possible to what it was, and it does not depend on their order.
 
     Raises
     ------
@@ -72,17 +97,20 @@ def standardization(scored: ScoredDraws, kind: Standardize) -> Standardization:
         raise ValueError(f'standardize must be "diag", "full" or None, got {kind!r}')
     d = scored.dimension
     if kind is None:
-        return Standardization(np.zeros(d), np.ones(d))
-    x, finite = scored.draws.reshape(-1, d), scored.finite.reshape(-1)
+        return Standardization(np.zeros(d), np.ones(d), np.ones(d))
     mean: FloatArray = np.zeros(d)
-    for rows in _chunks(scored, d):
-        mean += x[rows][finite[rows]].sum(axis=0, dtype=np.float64)
-    mean /= scored.n_draws
+    for x, _, w in finite_chunks(scored, d):
+        mean += (x if w is None else w * x).sum(axis=0, dtype=np.float64)
+    mean /= scored.total_weight
     second: FloatArray = np.zeros((d, d) if kind == "full" else d)
-    for rows in _chunks(scored, d):
-        centred = x[rows][finite[rows]].astype(np.float64) - mean
-        second += centred.T @ centred if kind == "full" else np.square(centred).sum(axis=0)
-    second /= scored.n_draws
+    for x, _, w in finite_chunks(scored, d):
+        centred = x.astype(np.float64) - mean
+        times_weight = centred if w is None else w * centred
+        if kind == "full":
+            second += times_weight.T @ centred
+        else:
+            second += np.einsum("nj,nj->j", times_weight, centred)
+    second /= scored.total_weight
 
     variance = second.diagonal() if kind == "full" else second
     # A sum of equal numbers may miss n times the number by rounding.
@@ -92,31 +120,39 @@ def standardization(scored: ScoredDraws, kind: Standardize) -> Standardization:
             f"the draws of {scored.labels[constant[0]]!r} are all the same, so that there is no "
             "scale to standardise it by: the chains did not move, or there is a single draw"
         )
+    sd = np.sqrt(variance)
     if kind == "diag":
-        return Standardization(mean, np.sqrt(second))
-    try:
-        factor = np.linalg.cholesky(second).astype(np.float64)
-    except np.linalg.LinAlgError:
-        factor = np.zeros_like(second)
-    # A squared diagonal entry is the variance of a coordinate given those before it.
-    if np.any(factor.diagonal() ** 2 <= 1e-12 * variance):
+        return Standardization(mean, sd, 1 / sd)
+    eigenvalues, vectors = np.linalg.eigh(second / np.outer(sd, sd))
+    if eigenvalues[0] <= 1e-12 * d:
         raise TooFewDrawsError(
             f'standardize="full" needs the covariance of {d} coordinates, which is singular for '
             f'these {scored.n_draws} draws: take more draws, or standardize="diag"'
         )
-    return Standardization(mean, factor)
+    root = (vectors * np.sqrt(eigenvalues)) @ vectors.T
+    inverse_root = (vectors / np.sqrt(eigenvalues)) @ vectors.T
+    return Standardization(mean, sd[:, None] * root, inverse_root / sd)
+
+
+class Features(Protocol):
+    """J functions of standardised draws and scores."""
+
+    def __len__(self) -> int: ...
+
+    def __call__(self, x: FloatArray, score: FloatArray) -> FloatArray:
+        """Return their values, shape (J, n), at arrays of shape (d, n)."""
 
 
 @dataclass(frozen=True)
 class FeatureSums:
-    """Sums of Stein features over segments of consecutive draws.
+    """Sums of features over segments of consecutive draws.
 
     Attributes
     ----------
     sums
-        Shape (segments, features): sum over the finite draws of each segment.
+        Shape (segments, features): weighted sum over the finite draws of each segment.
     squares
-        Shape (features,): sum of the squared features over all finite draws.
+        Shape (features,): sum of the squares of features times weights over all finite draws.
     """
 
     sums: FloatArray
@@ -126,7 +162,7 @@ class FeatureSums:
 def feature_sums(
     scored: ScoredDraws,
     transform: Standardization,
-    basis: SteinBasis,
+    features: Features,
     starts: npt.NDArray[np.intp],
 ) -> FeatureSums:
     """Sum the features over segments of the draws of all chains in a row.
@@ -137,18 +173,21 @@ def feature_sums(
     d = scored.dimension
     x, s = scored.draws.reshape(-1, d), scored.scores.reshape(-1, d)
     finite = scored.finite.reshape(-1)
-    sums = np.zeros((len(starts), len(basis)))
-    squares = np.zeros(len(basis))
-    for rows in _chunks(scored, len(basis)):
+    weights = None if scored.weights is None else scored.weights.reshape(-1)
+    sums = np.zeros((len(starts), len(features)))
+    squares = np.zeros(len(features))
+    for rows in _chunks(scored, len(features)):
         keep = finite[rows]
         if keep.all():
-            features = basis(*transform(x[rows], s[rows]))
+            values = features(*transform(x[rows], s[rows]))
         else:
-            features = np.zeros((len(basis), len(keep)))
-            features[:, keep] = basis(*transform(x[rows][keep], s[rows][keep]))
+            values = np.zeros((len(features), len(keep)))
+            values[:, keep] = features(*transform(x[rows][keep], s[rows][keep]))
+        if weights is not None:
+            values *= weights[rows]
         first = int(np.searchsorted(starts, rows.start, side="right")) - 1
         last = int(np.searchsorted(starts, rows.stop, side="left"))
         local = np.maximum(starts[first:last] - rows.start, 0)
-        sums[first:last] += np.add.reduceat(features, local, axis=1).T
-        squares += np.einsum("jn,jn->j", features, features)
+        sums[first:last] += np.add.reduceat(values, local, axis=1).T
+        squares += np.einsum("jn,jn->j", values, values)
     return FeatureSums(sums, squares)
