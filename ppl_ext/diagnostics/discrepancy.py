@@ -12,6 +12,7 @@ from ppl_ext._arviz import FilterVars
 from ppl_ext.diagnostics.draws import UNCONSTRAINED, read
 from ppl_ext.diagnostics.features import Basis, SteinBasis
 from ppl_ext.diagnostics.moments import Standardize, feature_sums, standardization
+from ppl_ext.diagnostics.svi import order_for
 
 
 def psd(
@@ -23,7 +24,7 @@ def psd(
     var_names: str | Sequence[str] | None = None,
     filter_vars: FilterVars = None,
     coords: Mapping[Hashable, Any] | None = None,
-    order: int = 2,
+    order: int | None = None,
     basis: Basis = "hermite",
     standardize: Standardize = "diag",
     interactions: bool = False,
@@ -61,7 +62,7 @@ def psd(
     var_names, filter_vars, coords
         Selection of variables and coordinates, as in ``arviz.ess``.
     order
-        Highest degree r of the polynomials.
+        Highest degree r of the polynomials: by default 2, or 3 for the draws of `from_svi`.
     basis
         ``"hermite"``: orthonormal Hermite polynomials, each feature divided by its degree.
         ``"monomial"``: the paper's.
@@ -136,6 +137,7 @@ def psd(
     >>> float(psd(x, -x, **options).round(2))
     0.4
     """
+    order = order_for(data, order, "psd", group=group)
     scored, restore = read(
         data,
         score,

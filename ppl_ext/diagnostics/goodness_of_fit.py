@@ -27,6 +27,7 @@ from ppl_ext.diagnostics.matrix_moments import (
     with_fitted_weights,
 )
 from ppl_ext.diagnostics.moments import Standardization, Standardize, standardization
+from ppl_ext.diagnostics.svi import order_for
 from ppl_ext.errors import TooFewDrawsError
 
 Method = Literal["auto", "batch", "iid", "gamma", "hotelling", "max", "lambda"]
@@ -149,7 +150,7 @@ def psd_test(
     var_names: str | Sequence[str] | None = None,
     filter_vars: FilterVars = None,
     coords: Mapping[Hashable, Any] | None = None,
-    order: int = 2,
+    order: int | None = None,
     interactions: bool | Literal["auto"] = "auto",
     basis: Basis = "hermite",
     standardize: Standardize = "full",
@@ -252,6 +253,7 @@ def psd_test(
         raise ValueError(f"train_fraction must be between 0 and 1, got {train_fraction}")
     if n_boot < 1:
         raise ValueError(f"n_boot must be at least 1, got {n_boot}")
+    order = order_for(data, order, "psd_test", group=group)
     if method == "hotelling" and order > HOTELLING_ORDER:
         raise ValueError(
             f'method="hotelling" has no valid level beyond order {HOTELLING_ORDER}, got '

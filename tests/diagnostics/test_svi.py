@@ -15,7 +15,7 @@ from numpyro.infer.autoguide import AutoNormal
 from numpyro.infer.svi import SVIRunResult
 
 from ppl_ext import _arviz
-from ppl_ext.diagnostics import from_svi, psd_test, summary
+from ppl_ext.diagnostics import from_svi, psd, psd_test, summary
 
 pytestmark = pytest.mark.arviz
 SHAPE = 4.0
@@ -108,3 +108,13 @@ def test_what_is_refused() -> None:
     params = {"rate_auto_loc": jnp.array(-200.0), "rate_auto_scale": jnp.array(0.1)}
     with pytest.warns(UserWarning, match="from_svi: 10 of 10 draws have no finite score"):
         from_svi(svi, params, num_samples=10)
+
+
+def test_psd_and_psd_test_take_order_3_by_default(optimum: Any) -> None:
+    assert psd_test(optimum).order == 3
+    with pytest.warns(UserWarning, match="psd_test: order=2 cannot see"):
+        assert psd_test(optimum, order=2).pvalue > 0.01
+    assert psd_test(optimum).pvalue < 0.01
+    with pytest.warns(UserWarning, match="psd: order=2 cannot see"):
+        blind = psd(optimum, order=2, joint=True)
+    assert float(psd(optimum, joint=True)["psd"]) > 5 * float(blind["psd"])
