@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from numpyro.distributions import Delta, Unit, constraints
 from numpyro.distributions.transforms import biject_to
 from numpyro.handlers import seed, substitute
@@ -117,7 +118,7 @@ def _staged(function: Callable, *args: Any) -> Any:
 
 
 def _describe(message: Mapping[str, Any]) -> Site:
-    name, shape = message["name"], tuple(jnp.shape(message["value"]))
+    name, shape = message["name"], np.shape(message["value"])
     plates = tuple(frame.name for frame in reversed(message.get("cond_indep_stack") or ()))
     if message["type"] == "deterministic":
         return Site(name, "deterministic", shape, plates=plates)
