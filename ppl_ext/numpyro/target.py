@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from numpyro.distributions import Delta, Unit, constraints
 from numpyro.distributions.transforms import biject_to
