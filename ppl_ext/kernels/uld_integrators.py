@@ -36,13 +36,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ppl_ext.target import Array, potential_target
+from ppl_ext.target import Array
 
 # the step of an integrator, its coefficients computed: noise and point -> new point and W
 Step = Callable[["Noise", "Phase"], tuple["Phase", Array]]
@@ -206,24 +207,31 @@ def _harmonic_matrix(t: Array, g: Array, m: Array) -> tuple[Array, Array, Array,
 
 
 def _harmonic_flow(t: Array, g: Array, m: Array) -> _Flow:
-    m = jnp.asarray(m)
+    # all times at once, (times, d): one small program
     short = t / 2**_DOUBLINGS
-    xx = xv = vv = jnp.zeros_like(m)
-    for node, weight in zip((_NODES + 1) / 2, _WEIGHTS / 2, strict=True):
-        _, ex, _, ev = _harmonic_matrix(float(node) * short, g, m)
-        share = 2 * g * short * float(weight)
-        xx, xv, vv = xx + share * ex**2, xv + share * ex * ev, vv + share * ev**2
-    for i in range(_DOUBLINGS):
-        a, b, c, d = _harmonic_matrix(short * 2**i, g, m)
-        xx, xv, vv = (
+    nodes = jnp.asarray((_NODES + 1) / 2, m.dtype) * short
+    doubled = short * 2.0 ** jnp.arange(_DOUBLINGS + 1, dtype=m.dtype)
+    entries = _harmonic_matrix(jnp.concatenate([nodes, doubled])[:, None], g, m[None])
+    _, ex, _, ev = (entry[: len(_NODES)] for entry in entries)
+    weights = 2 * g * short * jnp.asarray(_WEIGHTS / 2, m.dtype)
+    covariance = weights @ ex**2, weights @ (ex * ev), weights @ ev**2
+
+    def double(
+        covariance: tuple[Array, Array, Array], matrix: tuple[Array, ...]
+    ) -> tuple[tuple[Array, Array, Array], None]:
+        (xx, xv, vv), (a, b, c, d) = covariance, matrix
+        return (
             xx + a**2 * xx + 2 * a * b * xv + b**2 * vv,
             xv + a * c * xx + (a * d + b * c) * xv + b * d * vv,
             vv + c**2 * xx + 2 * c * d * xv + d**2 * vv,
-        )
+        ), None
+
+    matrices = tuple(entry[len(_NODES) : -1] for entry in entries)
+    (xx, xv, vv), _ = jax.lax.scan(double, covariance, matrices)
     root = jnp.sqrt(xx)
     vx = xv / root
     factor = root, vx, jnp.sqrt(jnp.maximum(vv - vx**2, 0.0))
-    return _Flow(*_harmonic_matrix(t, g, m), factor)
+    return _Flow(*(entry[-1] for entry in entries), factor)
 
 
 # --- steps -----------------------------------------------------------------------------------
@@ -423,46 +431,40 @@ def step_on_quadratic(
     one but for `rmm`): matrices (k, 2, 2) of (y, v) and (k, 2, rows) of the normals, for each of
     the k curvatures. Coordinates do not mix, so that k of them are read off at once.
     """
-    spec = INTEGRATORS[integrator]
+    nodes, weights = np.array([0.0]), np.array([2.0])
+    if integrator == "rmm":
+        nodes, weights = np.polynomial.legendre.leggauss(16)
+    curvature = np.asarray(curvature, np.float64)
+    prior = np.zeros_like(curvature) if prior_precision is None else prior_precision
     with jax.enable_x64(True):
-        lam = jnp.asarray(curvature, jnp.float64)
-        m = jnp.zeros_like(lam) if prior_precision is None else jnp.asarray(prior_precision)
-        target = potential_target(lambda y: jnp.sum(lam * y**2) / 2, lam)
-        potential = lambda y: -target.log_density(y)  # noqa: E731
-        h, g = jnp.float64(step_size), jnp.float64(friction)
-        step = spec.make(System(potential, h, g, jnp.ones_like(lam), jnp.zeros_like(lam), m))
+        arguments = [jnp.asarray(a, jnp.float64) for a in (step_size, friction, curvature, prior)]
+        return [
+            (weight, *map(np.asarray, _columns(integrator, *arguments, jnp.float64(node))))
+            for node, weight in zip((nodes + 1) / 2, weights / 2, strict=True)
+        ]
 
-        @jax.jit
-        def columns(uniform: jax.Array) -> tuple[jax.Array, jax.Array]:
-            def end(y: jax.Array, v: jax.Array, normals: jax.Array) -> jax.Array:
-                new, _ = step(
-                    Noise(normals, uniform), Phase(y, v, potential(y), lam * y)
-                )
-                return jnp.stack([new.x, new.v])
 
-            point = (jnp.zeros_like(lam),) * 2 + (jnp.zeros((spec.normals, lam.size)),)
-            _, push = jax.linearize(end, *point)
-            unit = [tuple(jnp.ones_like(p) if i == j else p for j, p in enumerate(point[:2]))
-                    for i in range(2)]
-            matrix = [push(*u, point[2]) for u in unit]
-            rows = [push(*point[:2], point[2].at[i].set(1.0)) for i in range(spec.normals)]
-            return jnp.stack(matrix, -1), jnp.stack(rows, -1)
+@partial(jax.jit, static_argnames="integrator")
+def _columns(
+    integrator: str, h: Array, g: Array, curvature: Array, prior: Array, uniform: Array
+) -> tuple[Array, Array]:
+    spec = INTEGRATORS[integrator]
+    zeros, ones = jnp.zeros_like(curvature), jnp.ones_like(curvature)
 
-        nodes, weights = np.array([0.0]), np.array([2.0])
-        if integrator == "rmm":
-            nodes, weights = np.polynomial.legendre.leggauss(16)
-        result = []
-        for node, weight in zip((nodes + 1) / 2, weights / 2, strict=True):
-            matrix, noise = columns(jnp.float64(node))
-            shape = (lam.size, 2, -1)
-            result.append(
-                (
-                    float(weight),
-                    np.asarray(jnp.moveaxis(matrix, 1, 0)).reshape(shape),
-                    np.asarray(jnp.moveaxis(noise, 1, 0)).reshape(shape),
-                )
-            )
-    return result
+    def potential(y: Array) -> Array:
+        return jnp.sum(curvature * y**2) / 2
+
+    step = spec.make(System(potential, h, g, ones, zeros, prior))
+
+    def end(y: Array, v: Array, *normals: Array) -> Array:
+        phase = Phase(y, v, potential(y), curvature * y)
+        new, _ = step(Noise(jnp.stack(normals), uniform), phase)
+        return jnp.stack([new.x, new.v], -1)
+
+    inputs = 2 + spec.normals
+    push = jax.linearize(end, *[zeros] * inputs)[1]
+    columns = [push(*[ones if i == j else zeros for j in range(inputs)]) for i in range(inputs)]
+    return jnp.stack(columns[:2], -1), jnp.stack(columns[2:], -1)
 
 
 def stationary_covariance(
@@ -478,15 +480,15 @@ def stationary_covariance(
     `step_on_quadratic`, the mean being over the random time of `rmm`. NaN where the step is
     unstable.
     """
-    system, constant = 0.0, 0.0
-    for weight, matrix, noise in step_on_quadratic(
-        integrator, step_size, friction, curvature, prior_precision
-    ):
+    nodes = step_on_quadratic(integrator, step_size, friction, curvature, prior_precision)
+    change = np.zeros((np.size(curvature), 3, 3))
+    constant = np.zeros((np.size(curvature), 3))
+    for weight, matrix, noise in nodes:
         (a, b), (c, d) = np.moveaxis(matrix, 0, -1)
         rows = [[a * a, 2 * a * b, b * b], [a * c, a * d + b * c, b * d], [c * c, 2 * c * d, d * d]]
-        system = system + weight * np.moveaxis(np.array(rows), -1, 0)
+        change += weight * np.moveaxis(np.array(rows), -1, 0)
         q = noise @ np.swapaxes(noise, 1, 2)
-        constant = constant + weight * np.stack([q[:, 0, 0], q[:, 0, 1], q[:, 1, 1]], -1)
-    radius = np.abs(np.linalg.eigvals(system)).max(-1)
-    solution = np.linalg.solve(np.eye(3) - system, constant[..., None])[..., 0]
-    return np.where(radius[:, None] < 1, solution, np.nan)
+        constant += weight * np.stack([q[:, 0, 0], q[:, 0, 1], q[:, 1, 1]], -1)
+    stable = np.abs(np.linalg.eigvals(change)).max(-1) < 1
+    solution = np.linalg.solve(np.eye(3) - change, constant[..., None])[..., 0]
+    return np.where(stable[:, None], solution, np.nan)

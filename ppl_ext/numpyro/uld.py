@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+import numpy as np
 from numpyro.infer.initialization import init_to_uniform
 
 from ppl_ext.kernels import uld
@@ -13,7 +14,7 @@ from ppl_ext.target import Array, PyTree, Target
 
 
 class ULD(Kernel):
-    """Underdamped Langevin dynamics without accept step: few gradients, a small known bias.
+    """Underdamped Langevin dynamics: few gradients, and a small known bias or an accept step.
 
     Parameters
     ----------
@@ -22,8 +23,12 @@ class ULD(Kernel):
     potential_fn : callable, optional
         Potential energy of a PyTree of real arrays, instead of `model`; `MCMC.run` then needs
         `init_params`.
-    integrator : {"baoab", "obabo"}
-        Splitting. `baoab` leaves Gaussian targets unbiased at any stable step size.
+    integrator : {"baoab", "obabo", "ubu", "ee", "rmm", "quicksort", "kbk"}
+        Discretisation, with its bias in the step size h: `baoab` (h^2, none on a Gaussian),
+        `obabo` and `ubu` (h^2); `ee`, exponential Euler, the scheme of the theorem (h); `rmm`,
+        randomised midpoint, and `quicksort` (h^3, two gradients per step); `kbk` (h^2), which
+        integrates the Gaussian part of the prior exactly, so that its bias does not grow with
+        the number of coordinates that the data do not inform.
     step_size : float, optional
         Time per integrator step in the preconditioned coordinates (posterior standard
         deviations). `None`: found in warm-up.
@@ -34,10 +39,17 @@ class ULD(Kernel):
         width needs, at most 1,024 steps.
     precondition : {"diag", "dense"} or None
         Inverse mass matrix learned in warm-up. `"dense"` for strongly correlated posteriors of
-        up to about a thousand dimensions.
+        up to about a thousand dimensions; not with `kbk`.
+    adjust : {"ghmc", "malt"} or None
+        Accept or reject each step, or all steps of a draw: exact at any step size. Not with
+        `rmm` and `quicksort`, which have no acceptance ratio. `obabo` accepts most.
     bias_tolerance : float
         Bias allowed, in posterior standard deviations, averaged over coordinates; sets the
-        energy error at which the step size settles.
+        energy error at which the step size settles. Not used with `adjust`.
+    prior_precision : float or dict, optional
+        For `kbk`: precision of the Gaussian part of the prior, centred at zero, by unconstrained
+        site (other sites: none). `None`: read from the model's sites with a Normal prior of
+        constant parameters, their means too. Needed with `potential_fn`.
     init_strategy : callable
         As for `numpyro.infer.NUTS`.
 
@@ -52,11 +64,13 @@ class ULD(Kernel):
 
     Notes
     -----
-    Biased, with the bias monitored: see `ppl_ext.diagnostics.uld_report`. Steps that land where
-    the density vanishes or is NaN, or whose energy error a Metropolis step would accept with a
-    probability below exp(-20), are undone and counted (`diverging`, `num_divergences`).
-    Every draw keeps its gradient, so that Stein diagnostics
-    are free. Sources: arXiv 2603.02429; Leimkuhler & Matthews, Appl. Math. Res. Express 2013.
+    Biased unless `adjust` is given, with the bias monitored: see
+    `ppl_ext.diagnostics.uld_report`. Steps that land where the density vanishes or is NaN, or whose
+    energy error a Metropolis step would accept with a probability below exp(-20), are undone and
+    counted (`diverging`, `num_divergences`). Every draw keeps its gradient, so that Stein
+    diagnostics are free. `energy_error` is the sum of the steps' energy errors; `rmm` and
+    `quicksort` have none (NaN), so that only the curvature and the Stein check limit their step.
+    Sources: arXiv 2603.02429; those of the integrators in `ppl_ext.kernels.uld_integrators`.
 
     Examples
     --------
@@ -91,23 +105,52 @@ class ULD(Kernel):
         model: Callable[..., Any] | None = None,
         potential_fn: Callable[[PyTree], Array] | None = None,
         *,
-        integrator: Literal["baoab", "obabo"] = "baoab",
+        integrator: uld.IntegratorName = "baoab",
         step_size: float | None = None,
         friction: float | None = None,
         num_steps: int | None = None,
         precondition: Literal["diag", "dense"] | None = "diag",
+        adjust: Literal["ghmc", "malt"] | None = None,
         bias_tolerance: float = 0.025,
+        prior_precision: float | Mapping[str, Any] | None = None,
         init_strategy: Callable[..., Any] = init_to_uniform,
     ) -> None:
         super().__init__(model, potential_fn, init_strategy=init_strategy)
-        check_choice("ULD", "integrator", integrator, tuple(uld.SPLITTINGS))
+        check_choice("ULD", "integrator", integrator, tuple(uld.INTEGRATORS))
         check_choice("ULD", "precondition", precondition, ("diag", "dense", None))
         check_positive("ULD", step_size=step_size, friction=friction, num_steps=num_steps)
         check_positive("ULD", bias_tolerance=bias_tolerance)
         if num_steps is not None and not isinstance(num_steps, int):
             raise argument_error("ULD", "num_steps", num_steps, "a positive integer or None")
+        check_choice("ULD", "adjust", adjust, ("ghmc", "malt", None))
+        if adjust is not None and uld.INTEGRATORS[integrator].energy_order is None:
+            raise ValueError(
+                f'ULD: `integrator="{integrator}"` has no acceptance ratio, which '
+                f'`adjust="{adjust}"` needs. Use "obabo", or `adjust=None`.'
+            )
+        if integrator == "kbk" and precondition == "dense":
+            raise ValueError(
+                'ULD: `integrator="kbk"` keeps the coordinates of the prior apart. Use '
+                '`precondition="diag"` or None, or another integrator with "dense".'
+            )
+        if prior_precision is not None and integrator != "kbk":
+            raise argument_error(
+                "ULD", "prior_precision", prior_precision, f"None with integrator {integrator!r}"
+            )
+        if integrator == "kbk" and prior_precision is None and model is None:
+            raise argument_error(
+                "ULD", "prior_precision", None, "given for `potential_fn` with integrator 'kbk'"
+            )
+        _check_prior_precision(prior_precision)
         self._settings = uld.Settings(
-            integrator, step_size, friction, num_steps, precondition, bias_tolerance
+            integrator,
+            step_size,
+            friction,
+            num_steps,
+            precondition,
+            bias_tolerance,
+            adjust,
+            prior_precision,
         )
 
     @property
@@ -117,6 +160,12 @@ class ULD(Kernel):
 
     def _check_target(self, target: Target) -> None:
         target.check_continuous("ULD")
+        given = self._settings.prior_precision
+        if isinstance(given, Mapping) and (unknown := set(given) - set(target.structure)):
+            raise ValueError(
+                f"ULD: `prior_precision` names unknown sites {sorted(unknown)}; the model has "
+                f"{sorted(target.structure)}."
+            )
 
     def _init(self, rng_key: Array, z: PyTree, target: Target) -> uld.State:
         return uld.init(rng_key, z, target, self._settings)
@@ -133,3 +182,17 @@ class ULD(Kernel):
             f"step size {state.adapt_state.step_size:.2e}, {state.num_steps} steps/draw, "
             f"{state.num_divergences} undone"
         )
+
+
+def _check_prior_precision(given: float | Mapping[str, Any] | None) -> None:
+    named = given if isinstance(given, Mapping) else {"": given}
+    for name, value in named.items():
+        if value is None and not name:
+            continue
+        array = np.asarray(value)
+        number = array.dtype.kind in "iuf"
+        if not number or not (np.isfinite(array) & (array >= 0)).all():
+            where = f"prior_precision[{name!r}]" if name else "prior_precision"
+            raise argument_error("ULD", where, value, "finite numbers >= 0")
+        if not name and array.ndim:
+            raise argument_error("ULD", "prior_precision", value, "a number or a dict by site")
