@@ -152,6 +152,7 @@ class AdaptState(NamedTuple):
     log_step: Array  # () log of the step size that the energy error asks for
     max_step: Array  # () what the Stein check allows; infinite until it finds a bias
     stein: SteinSums  # sums of the Stein check
+    prior_precision: Array  # (d,) what `kbk` integrates exactly, in x; (0,) for the others
     direction: Array  # (d,) unit vector: iterate of the power method for `curvature`
     widest: Array  # (d,) running sum whose direction approaches the widest one
     num_draws: Array  # () draws in the running moments below
@@ -217,6 +218,7 @@ def init(key: Array, z: PyTree, target: Target, settings: Settings) -> State:
         log_step=zero,
         max_step=jnp.full((), jnp.inf, dtype),
         stein=SteinSums(zeros, sums, sums, sums),
+        prior_precision=zeros[: zeros.size * (settings.integrator == "kbk")],
         direction=direction / jnp.linalg.norm(direction),
         widest=direction,
         num_draws=zero,
@@ -282,6 +284,9 @@ def step(state: State, target: Target, settings: Settings, num_warmup: int) -> S
     )
     size, dtype = start.x.size, start.x.dtype
     prior = gaussian_prior(target, settings, start.x)
+    if settings.integrator == "kbk":
+        # of the present data, for reports
+        adapt = adapt._replace(prior_precision=prior[1])
     system = System(potential(target), adapt.step_size, adapt.friction, adapt.scale, *prior)
     advance = spec.make(system)
     # on the way down from a far start the friction alone would take long to cool the chain

@@ -229,9 +229,9 @@ def _harmonic_flow(t: Array, g: Array, m: Array) -> _Flow:
     matrices = tuple(entry[len(_NODES) : -1] for entry in entries)
     (xx, xv, vv), _ = jax.lax.scan(double, covariance, matrices)
     root = jnp.sqrt(xx)
-    vx = xv / root
-    factor = root, vx, jnp.sqrt(jnp.maximum(vv - vx**2, 0.0))
-    return _Flow(*(entry[-1] for entry in entries), factor)
+    factor = root, xv / root, jnp.sqrt(jnp.maximum(vv - (xv / root) ** 2, 0.0))
+    xx, xv, vx, vv = (entry[-1] for entry in entries)
+    return _Flow(xx, xv, vx, vv, factor)
 
 
 # --- steps -----------------------------------------------------------------------------------

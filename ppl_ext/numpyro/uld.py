@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -175,6 +177,37 @@ class ULD(Kernel):
 
     def _refresh(self, state: uld.State, target: Target) -> uld.State:
         return uld.refresh(state, target)
+
+    def at_half_step(self, state: uld.State) -> tuple[ULD, uld.State]:
+        """Kernel and state that continue a run with half the step size, the rest as it was."""
+        settings = self._settings
+        if settings.num_steps is not None:
+            settings = replace(settings, num_steps=2 * settings.num_steps)
+        kernel = copy.copy(self)
+        kernel._settings = settings
+        adapt = state.adapt_state
+        return kernel, state._replace(adapt_state=adapt._replace(step_size=adapt.step_size / 2))
+
+    def run_facts(self, state: uld.State) -> dict[str, Any]:
+        """What `ppl_ext.diagnostics.uld_report` reads; `state` is that of one chain or of all."""
+        adapt, settings = state.adapt_state, self._settings
+        chains = lambda values: np.atleast_1d(np.asarray(values, np.float64))  # noqa: E731
+        scale = np.asarray(adapt.scale, np.float64)
+        inverse_mass = (scale**2).sum(-1) if settings.precondition == "dense" else scale**2
+        facts: dict[str, Any] = {
+            "uld_integrator": settings.integrator,
+            "uld_adjust": settings.adjust or "none",
+            "uld_step_size": chains(adapt.step_size),
+            "uld_friction": chains(adapt.friction),
+            "uld_trace": chains(adapt.trace),
+            "uld_curvature": chains(adapt.curvature),
+            "uld_width": chains(adapt.width),
+            "uld_inverse_mass": inverse_mass.reshape(-1, inverse_mass.shape[-1]).mean(0),
+        }
+        if settings.integrator == "kbk":
+            precision = np.asarray(adapt.prior_precision, np.float64)
+            facts["uld_prior_precision"] = precision.reshape(-1, precision.shape[-1])[0]
+        return facts
 
     def get_diagnostics_str(self, state: uld.State) -> str:
         """Step size, steps per draw and undone steps, for the progress bar."""
