@@ -336,6 +336,8 @@ def step(state: State, target: Target, settings: Settings, num_warmup: int) -> S
         accept_prob = jnp.where(complete, jnp.exp(-jnp.maximum(tally.error, 0.0)), 0.0)
         kept = jax.random.uniform(jax.random.fold_in(key_velocity, 1), (), dtype) < accept_prob
         kept |= complete & warming & (phase.potential_energy < start.potential_energy)
+        # reversed, so that the joint law with the velocity is exact, too
+        start = start._replace(v=-start.v)
         phase = jax.tree.map(lambda a, b: jnp.where(kept, a, b), phase, start)
     if not spec.grad_at_x:
         phase = phase._replace(grad=jax.grad(system.potential)(phase.x).astype(dtype))
