@@ -33,7 +33,8 @@ def to_arviz(mcmc: MCMC, *, log_likelihood: bool = False, **kwargs: Any) -> Any:
     Returns
     -------
     arviz.InferenceData or xarray.DataTree
-        Groups `posterior`, `sample_stats`, `observed_data` and, where the run kept gradients,
+        Groups `posterior`, `sample_stats` (for ULD with what `uld_report` reads in its
+        attributes), `observed_data` and, where the run kept gradients,
         `unconstrained_posterior` and `unconstrained_posterior_score`. ULD always keeps them;
         NumPyro's HMC and NUTS do with `mcmc.run(..., extra_fields=("z_grad",))`. For other
         runs call `ppl_ext.diagnostics.attach_scores` on the result.
@@ -82,13 +83,19 @@ def to_arviz(mcmc: MCMC, *, log_likelihood: bool = False, **kwargs: Any) -> Any:
         # ArviZ traces the model with its full-size plates, which NumPyro remarks on
         warnings.filterwarnings("ignore", ".*subsample_size.*", UserWarning)
         data = _arviz.arviz().from_numpyro(mcmc, log_likelihood=log_likelihood, **kwargs)
-    if not isinstance(fields.get("z_grad"), dict):
+    run_facts = getattr(mcmc.sampler, "run_facts", None)
+    stats = _arviz.get_group(data, "sample_stats")
+    if run_facts is not None and stats is not None:
+        facts = run_facts(mcmc.last_state)
+        data = _arviz.with_groups(data, {"sample_stats": stats.assign_attrs(facts)})
+    if "z_grad" not in fields:
         return data
     posterior = _arviz.get_group(data, "posterior")
     assert posterior is not None
-    grad = fields["z_grad"]
-    points = fields.get("unconstrained_z")
-    if points is None:
+    grad = _by_name(fields["z_grad"])
+    if "unconstrained_z" in fields:
+        points = _by_name(fields["unconstrained_z"])
+    else:
         points = _unconstrained(mcmc, grad)
     scores = jax.tree.map(jnp.negative, grad)
     return _arviz.with_groups(
@@ -100,9 +107,16 @@ def to_arviz(mcmc: MCMC, *, log_likelihood: bool = False, **kwargs: Any) -> Any:
     )
 
 
+def _by_name(sites: Any) -> dict[str, jax.Array]:
+    """Values by site; ArviZ's names where a potential energy function takes another PyTree."""
+    if isinstance(sites, dict):
+        return sites
+    return {f"Param:{i}": leaf for i, leaf in enumerate(jax.tree.leaves(sites))}
+
+
 def _unconstrained(mcmc: MCMC, sites: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Unconstrained values of the latent `sites`, computed from the constrained draws."""
-    samples = mcmc.get_samples(group_by_chain=True)
+    samples = _by_name(mcmc.get_samples(group_by_chain=True))
     removed = [name for name in sites if name not in samples]
     if removed:
         raise ValueError(

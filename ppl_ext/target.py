@@ -78,6 +78,9 @@ class Target:
         `constrain_sites(z, *args, **kwargs)`: values of latent and deterministic sites.
     unconstrain_sites : callable
         `unconstrain_sites(values, *args, **kwargs)`: inverse of `constrain_sites`.
+    gaussian_prior : callable, optional
+        `gaussian_prior(*args, **kwargs)`: means and precisions, each in the structure of `z`, of
+        the sites whose prior is normal with constant parameters; zeros for the other sites.
     """
 
     language: str
@@ -87,6 +90,7 @@ class Target:
     potential_energy: Callable[..., Array]
     constrain_sites: Callable[..., dict[str, Array]]
     unconstrain_sites: Callable[..., PyTree]
+    gaussian_prior: Callable[..., tuple[PyTree, PyTree]] | None = None
 
     @property
     def size(self) -> int:
@@ -144,6 +148,7 @@ class Target:
             potential_energy=_bound(self.potential_energy, args, kwargs),
             constrain_sites=_bound(self.constrain_sites, args, kwargs),
             unconstrain_sites=_bound(self.unconstrain_sites, args, kwargs),
+            gaussian_prior=self.gaussian_prior and partial(self.gaussian_prior, *args, **kwargs),
         )
 
     def refusal_of_continuous_kernel(self, kernel: str) -> str | None:

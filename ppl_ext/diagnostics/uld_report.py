@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
+import xarray as xr
 
+from ppl_ext import _arviz
+from ppl_ext.diagnostics.draws import UNCONSTRAINED, element_labels, score_group
 from ppl_ext.diagnostics.goodness_of_fit import psd_test
 from ppl_ext.errors import TooFewDrawsError
+from ppl_ext.kernels.uld_integrators import INTEGRATORS, stationary_covariance
 
 if TYPE_CHECKING:
     from numpyro.infer import MCMC
@@ -21,30 +25,40 @@ class ULDReport:
 
     Parameters
     ----------
-    integrator : str
+    integrator, adjust : str
+        `adjust` is "none" for draws without an accept step.
     dimension : int
         Unconstrained coordinates.
     trace, curvature, condition_number : float
         In the preconditioned coordinates: trace of the mean Hessian of the potential energy
-        (Bartlett identity), largest eigenvalue met, and its product with the squared width of
-        the posterior. Means over chains; `curvature` is the largest.
+        (Bartlett identity), largest eigenvalue met (for `kbk` without the prior), and its product
+        with the squared width of the posterior. Means over chains; `curvature` is the largest.
     step_size, friction : float
         Means over chains, in the preconditioned coordinates.
     energy_error_variance : float
-        Variance of the energy error of one step, per dimension.
-    sd_bias : pandas.Series
-        By unconstrained coordinate, relative bias of the posterior standard deviation
-        h^2 (L L^T)_ii / (8 Var x_i): exact for `obabo` on a Gaussian; `baoab` has none there,
-        and its bias from the rest of the posterior stayed below this on quartic targets.
-    worst_sd_bias : float
-        The largest of `sd_bias`.
-    worst_direction_sd_bias : float
-        h^2 curvature / 8, the same in the stiffest direction of the preconditioned space.
+        Variance of the energy error of one step, per dimension; NaN for `rmm` and `quicksort`.
+    accept_prob : float
+        Mean acceptance probability; without `adjust` the share of steps that were kept.
+    variance_bias : pandas.Series
+        By unconstrained coordinate, relative bias of the posterior variance: that of the
+        integrator on a Gaussian with the coordinate's variance, from the exact stationary law of
+        its step. `baoab` has none there; its entry is the bias of `obabo` at the same step, below
+        which that of `baoab` stayed on quartic targets. Zero with `adjust`. NaN where the step
+        would be unstable.
+    worst_variance_bias : float
+        The entry of `variance_bias` that is largest in absolute value.
+    worst_direction_variance_bias : float
+        The same in the stiffest direction of the preconditioned space, of curvature `curvature`.
     psd_pvalue : float
         p-value of `ppl_ext.diagnostics.psd_test` on the draws; NaN with too few draws.
+    richardson : pandas.DataFrame or None
+        On request, by unconstrained coordinate, the bias of mean and standard deviation in
+        posterior standard deviations (`mean_bias`, `sd_bias`), estimated from a second run with
+        half the step size, with their Monte Carlo errors (`mean_mcse`, `sd_mcse`).
     """
 
     integrator: str
+    adjust: str
     dimension: int
     trace: float
     curvature: float
@@ -52,51 +66,72 @@ class ULDReport:
     step_size: float
     friction: float
     energy_error_variance: float
-    sd_bias: pd.Series
+    accept_prob: float
+    variance_bias: pd.Series
+    worst_direction_variance_bias: float
     psd_pvalue: float
+    richardson: pd.DataFrame | None = None
 
     @property
-    def worst_sd_bias(self) -> float:
-        """Largest predicted relative bias of a posterior standard deviation."""
-        return float(self.sd_bias.max())
+    def worst_variance_bias(self) -> float:
+        """Predicted relative bias of a posterior variance, the largest in absolute value."""
+        return float(self.variance_bias[self._worst])
 
     @property
-    def worst_direction_sd_bias(self) -> float:
-        """The same in the stiffest direction of the preconditioned space."""
-        return self.step_size**2 * self.curvature / 8
+    def _worst(self) -> Any:
+        # an unstable coordinate is the worst
+        return self.variance_bias.abs().fillna(np.inf).idxmax()
 
     def __str__(self) -> str:
-        worst = self.sd_bias.idxmax()
-        return "\n".join(
-            [
-                f"ULD ({self.integrator}), {self.dimension} coordinates",
-                f"step size {self.step_size:.3g}, friction {self.friction:.3g}",
-                f"curvature: largest {self.curvature:.3g}, trace {self.trace:.4g}, "
-                f"condition number {self.condition_number:.3g}",
-                f"energy error variance per dimension {self.energy_error_variance:.2g}",
-                f"bias of the standard deviations: at most {self.worst_sd_bias:.1%} ({worst}); "
-                f"{self.worst_direction_sd_bias:.1%} in the stiffest direction",
-                f"Stein test p-value {self.psd_pvalue:.3f}",
-            ]
-        )
+        adjusted = "" if self.adjust == "none" else f", adjust={self.adjust}"
+        lines = [
+            f"ULD ({self.integrator}{adjusted}), {self.dimension} coordinates",
+            f"step size {self.step_size:.3g}, friction {self.friction:.3g}, "
+            f"{self.accept_prob:.1%} of steps kept",
+            f"curvature: largest {self.curvature:.3g}, trace {self.trace:.4g}, "
+            f"condition number {self.condition_number:.3g}",
+        ]
+        if np.isfinite(self.energy_error_variance):
+            lines.append(f"energy error variance per dimension {self.energy_error_variance:.2g}")
+        if self.adjust == "none":
+            bound = "at most " if self.integrator == "baoab" else ""
+            lines.append(
+                f"bias of the variances: {bound}{self.worst_variance_bias:.1%} ({self._worst}); "
+                f"{self.worst_direction_variance_bias:.1%} in the stiffest direction"
+            )
+        lines.append(f"Stein test p-value {self.psd_pvalue:.3f}")
+        if self.richardson is not None:
+            lines.append("bias from a second run at half the step, in posterior sds:")
+            for kind in ("mean", "sd"):
+                ratio = self.richardson[f"{kind}_bias"].abs() / self.richardson[f"{kind}_mcse"]
+                row = self.richardson.iloc[int(ratio.argmax())]
+                lines.append(
+                    f"  {kind}s: {row[f'{kind}_bias']:+.3f} +- {row[f'{kind}_mcse']:.3f} "
+                    f"({row.name}, the largest for its error)"
+                )
+        return "\n".join(lines)
 
     __repr__ = __str__
 
 
-def uld_report(mcmc: MCMC) -> ULDReport:
+def uld_report(run: MCMC | Any, *, richardson: bool = False) -> ULDReport:
     """Bias certificate of a finished run of `ppl_ext.numpyro.ULD`.
 
     Parameters
     ----------
-    mcmc : numpyro.infer.MCMC
-        After `run`, with a `ULD` kernel.
+    run : numpyro.infer.MCMC, arviz.InferenceData or xarray.DataTree
+        After `run`, with a `ULD` kernel; or the result of `ppl_ext.to_arviz` on it.
+    richardson : bool
+        Also continue the run at half the step size, for as many draws (twice as many gradients),
+        and report the bias that the difference implies: with weak order p, the estimate
+        (2^p m_(h/2) - m_h) / (2^p - 1) has the leading term of the bias removed. Needs an `MCMC`.
 
     Raises
     ------
     TypeError
-        When the kernel is not ULD.
+        When the kernel is not ULD, or `richardson` is asked of a container.
     ValueError
-        When the run has not happened.
+        When the run has not happened, or the container lacks what ULD's runs have.
 
     Examples
     --------
@@ -108,58 +143,128 @@ def uld_report(mcmc: MCMC) -> ULDReport:
     ...     numpyro.sample("x", dist.Normal(0, 1).expand([3]))
     >>> mcmc = MCMC(ULD(model), num_warmup=200, num_samples=200, progress_bar=False)
     >>> mcmc.run(jax.random.key(0))
-    >>> uld_report(mcmc).worst_sd_bias < 0.1
+    >>> abs(uld_report(mcmc).worst_variance_bias) < 0.2
     True
     """
-    state, kernel = mcmc.last_state, mcmc.sampler
-    settings = getattr(kernel, "settings", None)
-    if settings is None or not hasattr(settings, "integrator"):
+    if _arviz.is_container(run):
+        if richardson:
+            raise TypeError(
+                "`richardson` continues the run: give uld_report the MCMC object, not its ArviZ "
+                "container."
+            )
+        return _report(run)
+    from ppl_ext.convert import to_arviz
+
+    kernel = run.sampler
+    if not hasattr(getattr(kernel, "settings", None), "integrator"):
         raise TypeError(
             f"uld_report takes a run of ppl_ext.numpyro.ULD, got one of {type(kernel).__name__}."
         )
-    if state is None:
-        raise ValueError("`mcmc` holds no draws: call `mcmc.run` first.")
-    adapt = state.adapt_state
-    fields = mcmc.get_extra_fields(group_by_chain=True)
-    scale = np.asarray(adapt.scale, np.float64)
-    if mcmc.num_chains == 1:
-        scale = scale[None]
-    dense = settings.precondition == "dense"
-    inverse_mass = (scale**2).sum(-1) if dense else scale**2
-    draws, names = _flat(fields["unconstrained_z"])
-    variance = draws.reshape(-1, draws.shape[-1]).var(0)
-    steps = np.atleast_1d(np.asarray(adapt.step_size, np.float64))
-    bias = (steps[:, None] ** 2 * inverse_mass).mean(0) / (8 * variance)
-    scores = -_flat(fields["z_grad"])[0]
-    width, curvature = np.mean(adapt.width), np.max(adapt.curvature)
+    data = to_arviz(run)
+    report = _report(data)
+    if not richardson:
+        return report
+    return replace(report, richardson=_richardson(run, data, report.integrator))
+
+
+def _report(data: Any) -> ULDReport:
+    sample_stats = _arviz.get_group(data, "sample_stats")
+    if sample_stats is None or "uld_integrator" not in sample_stats.attrs:
+        raise ValueError(
+            "The container has no ULD run: `sample_stats` lacks the attribute 'uld_integrator'. "
+            "Convert the run with ppl_ext.to_arviz."
+        )
+    facts = sample_stats.attrs
+    fact = lambda name: np.atleast_1d(np.asarray(facts[f"uld_{name}"], np.float64))  # noqa: E731
+    draws, names = _coordinates(data)
+    integrator, adjust = facts["uld_integrator"], facts["uld_adjust"]
+    step_size, friction = fact("step_size").mean(), fact("friction").mean()
+    curvature = fact("curvature").max()
+    inverse_mass = fact("inverse_mass")
+    precision = inverse_mass / draws.var(("chain", "draw")).values
+    prior = np.zeros_like(precision)
+    if integrator == "kbk":
+        prior = np.minimum(fact("prior_precision") * inverse_mass, precision)
+    # the curvature that Lanczos met is that of the part without the prior
+    lam, m = np.append(precision, curvature), np.append(prior, 0.0)
+    if adjust == "none":
+        known = "obabo" if integrator == "baoab" else integrator
+        variance = stationary_covariance(known, step_size, friction, lam, m)[:, 0]
+        bias = lam * variance - 1
+    else:
+        bias = np.zeros_like(lam)
     try:
-        pvalue = psd_test(draws, scores).pvalue
+        pvalue = psd_test(data).pvalue
     except TooFewDrawsError:
         pvalue = float("nan")
     return ULDReport(
-        integrator=settings.integrator,
-        dimension=draws.shape[-1],
-        trace=float(np.mean(adapt.trace)),
+        integrator=integrator,
+        adjust=adjust,
+        dimension=len(names),
+        trace=float(fact("trace").mean()),
         curvature=float(curvature),
-        condition_number=float(curvature * width**2),
-        step_size=float(steps.mean()),
-        friction=float(np.mean(adapt.friction)),
-        energy_error_variance=float(np.mean(fields["mean_square_error"])),
-        sd_bias=pd.Series(bias, names, name="sd_bias"),
+        condition_number=float(curvature * fact("width").mean() ** 2),
+        step_size=float(step_size),
+        friction=float(friction),
+        energy_error_variance=float(sample_stats["mean_square_error"].mean()),
+        accept_prob=float(sample_stats["acceptance_rate"].mean()),
+        variance_bias=pd.Series(bias[:-1], names, name="variance_bias"),
+        worst_direction_variance_bias=float(bias[-1]),
         psd_pvalue=float(pvalue),
     )
 
 
-def _flat(sites: Any) -> tuple[np.ndarray, list[str]]:
-    """Draws of all coordinates, shape (chain, draw, d), and the coordinates' names."""
-    if not isinstance(sites, dict):
-        sites = {"z": sites}
+def _richardson(mcmc: MCMC, data: Any, integrator: str) -> pd.DataFrame:
+    """Bias of means and standard deviations, from a run at half the step size."""
+    from ppl_ext.convert import to_arviz
+
+    kernel, state = mcmc.sampler.at_half_step(mcmc.last_state)
+    finer = type(mcmc)(
+        kernel,
+        num_warmup=mcmc.num_warmup,
+        num_samples=mcmc.num_samples,
+        num_chains=mcmc.num_chains,
+        thinning=mcmc.thinning,
+        chain_method=mcmc.chain_method,
+        progress_bar=False,
+    )
+    finer.post_warmup_state = state
+    finer.run(state.rng_key, *mcmc._args, **mcmc._kwargs)
+    coarse, names = _coordinates(data)
+    fine, _ = _coordinates(to_arviz(finer))
+    factor = 1 / (1 - 2.0 ** -INTEGRATORS[integrator].weak_order)
+    sd = np.asarray(fine.std(("chain", "draw")))
+    columns = {}
+    (m, m_error, s, s_error), (n, n_error, t, t_error) = map(_moments, (coarse, fine))
+    columns["mean_bias"] = factor * (m - n) / sd
+    columns["mean_mcse"] = factor * np.hypot(m_error, n_error) / sd
+    columns["sd_bias"] = factor * (s - t) / sd
+    columns["sd_mcse"] = factor * np.hypot(s_error, t_error) / sd
+    return pd.DataFrame(columns, index=pd.Index(names, name="coordinate"))
+
+
+def _moments(draws: xr.DataArray) -> tuple[np.ndarray, ...]:
+    """Mean and standard deviation of each coordinate, each followed by its Monte Carlo error."""
+    dims = ("chain", "draw")
+    mean, sd = draws.mean(dims), draws.std(dims)
+    square = (draws - mean) ** 2
+    mean_error = sd / np.sqrt(_arviz.ess(draws))
+    sd_error = square.std(dims) / np.sqrt(_arviz.ess(square)) / (2 * sd)
+    return tuple(np.asarray(value) for value in (mean, mean_error, sd, sd_error))
+
+
+def _coordinates(data: Any) -> tuple[xr.DataArray, list[str]]:
+    """Draws (chain, draw, coordinate) in the order of the kernel's coordinates, and their names."""
+    draws = _arviz.get_group(data, UNCONSTRAINED)
+    if draws is None or _arviz.get_group(data, score_group(UNCONSTRAINED)) is None:
+        raise ValueError(
+            f"The container lacks the groups '{UNCONSTRAINED}' and '{score_group(UNCONSTRAINED)}'. "
+            "Convert the run with ppl_ext.to_arviz."
+        )
     columns, names = [], []
-    for name in sorted(sites):
-        value = np.asarray(sites[name], np.float64)
-        columns.append(value.reshape(*value.shape[:2], -1))
-        names += [
-            name + (str(list(map(int, index))) if index else "")
-            for index in np.ndindex(value.shape[2:])
-        ]
-    return np.concatenate(columns, -1), names
+    for name, array in draws.data_vars.items():
+        values = array.transpose("chain", "draw", ...).values.astype(np.float64)
+        columns.append(values.reshape(*values.shape[:2], -1))
+        names += element_labels(name, array.isel(chain=0, draw=0, drop=True))
+    dims = ("chain", "draw", "coordinate")
+    return xr.DataArray(np.concatenate(columns, -1), dims=dims), names

@@ -1,28 +1,32 @@
-"""Underdamped Langevin dynamics (ULD), discretised by a palindromic splitting.
+"""Underdamped Langevin dynamics (ULD), unadjusted or with an accept step.
 
 Samples exp(-U(x)) on R^d with the diffusion
 
     dX = V dt,    dV = -friction V dt - grad U(X) dt + sqrt(2 friction) dB,
 
 run in the coordinates y = L^-1 x, in which the inverse mass matrix L L^T becomes the identity.
-A step of size h is a product of the exact flows (Leimkuhler & Matthews 2013, section 2)
+`uld_integrators` has the steps; memory is O(d), whatever their number.
 
-    A(t): x += t L v      B(t): v -= t L^T grad U(x)      O(t): v = e v + sqrt(1 - e^2) xi,
+Without accept step the draws are biased. On a Gaussian target the law of x is exact for `baoab`;
+for the others the relative bias of the variance in a direction of curvature lambda (in y) is, for
+a small step h and friction g,
 
-with e = exp(-friction t). Each letter of `baoab` or `obabo` takes its share of h. One gradient
-per step; memory O(d), whatever the number of steps.
+    obabo      1 / (1 - h^2 lambda / 4) - 1, exactly    ubu  -h^2 lambda / 6
+    rmm        h^3 lambda^2 / (24 g)                    ee   h lambda / (2 g)
+    quicksort  h^3 lambda (g + lambda / g) / 72 at most
+    kbk        -h^2 f (2 f + m) / (12 (f + m))
 
-Biased: there is no accept step. On a Gaussian target the law of x is exact for `baoab`, and
-`obabo` has variance 1 / (lambda (1 - h^2 lambda / 4)) for curvature lambda in y coordinates. The
-error is monitored through the energy error of each step ("shadow work"),
-
-    W = U(x') - U(x) + sum over B parts of [ |v_after|^2 - |v_before|^2 ] / 2,
-
-which is minus the log Metropolis ratio of the step, so that E exp(-W) = 1 at stationarity.
+where `kbk` has m from the prior and f from the rest. The error is monitored through the energy
+error W of each step, minus the log of its Metropolis ratio. `adjust="ghmc"` accepts each step with
+probability min(1, exp(-W)), else stays and reverses the velocity (Horowitz 1991); `adjust="malt"`
+draws a velocity, makes all steps of the draw, and accepts with the sum of W (Riou-Durand & Vogrinc
+2022, arXiv 2202.13230, algorithm 1). Both are exact at any step size.
 
 Warm-up sets, per chain: L from the draws and their gradients, the largest curvature by power
 iteration on Hessian-vector products, the friction from the width of the posterior, and the step
-size from the variance of W per dimension, capped by the curvature.
+size from the variance of W per dimension (or from the acceptance probability), capped by the
+curvature. In its last fifth a Stein check, at no gradient, makes the step smaller while the draws
+show a bias beyond the tolerance.
 
 Sources: Zhang, Di, Li & Gu 2026, arXiv 2603.02429 (dimension-free convergence of ULD);
 Robnik & Seljak 2024, arXiv 2412.08876 (the energy error bounds the average bias).
@@ -31,7 +35,7 @@ Robnik & Seljak 2024, arXiv 2412.08876 (the energy error bounds the average bias
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -39,20 +43,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.scipy.linalg import solve_triangular
+from scipy import stats
 
+from ppl_ext.kernels.uld_integrators import INTEGRATORS, Integrator, Noise, Phase, System
 from ppl_ext.target import Array, PyTree, Target
 
-SPLITTINGS = {"baoab": "BAOAB", "obabo": "OBABO"}
-
-# Var(W) grows like step_size**ENERGY_ORDER at stationarity
-ENERGY_ORDER = {"baoab": 5, "obabo": 6}
+IntegratorName = Literal["baoab", "obabo", "ubu", "ee", "rmm", "quicksort", "kbk"]
 
 # a step is undone when its energy error exceeds this many standard deviations (plus this much):
 # a Metropolis step would accept it with a probability below exp(-20)
 MAX_ENERGY_ERROR = 20.0
 
-# upper bound of step_size * sqrt(largest curvature); both splittings are unstable from 2 on
+# upper bound of step_size * sqrt(largest curvature); the first integrators are unstable from 2 on
 MAX_STABLE_STEP = 0.8
+MAX_STABLE_STEP_ADJUSTED = 1.4
+
+# the same for the frequency of the prior that `kbk` integrates exactly: it resonates from pi on
+MAX_PRIOR_STEP = 2.0
+
+# mean acceptance probability of one step (`ghmc`: each rejection turns the chain round) or of all
+# the steps of a draw (`malt`)
+ACCEPTANCE = {"ghmc": 0.95, "malt": 0.8}
 
 # dynamics time per draw, in units of the posterior width: adjacent draws then correlate little
 TIME_PER_DRAW = 2.0
@@ -61,42 +72,72 @@ MAX_STEPS_PER_DRAW = 1024
 MAX_STEPS_BEFORE_METRIC = 16
 POWER_ITERATIONS = 10
 
+# the Stein check: windows of at least so many draws, batches per window, and false-alarm rate
+STEIN_WINDOW, MAX_STEIN_WINDOWS = 100, 4
+STEIN_BATCHES = 20
+STEIN_LEVEL = 1e-3
+
 
 @dataclass(frozen=True)
 class Settings:
     """What the user fixes; `None` is found in warm-up. Step size is in y coordinates."""
 
-    integrator: Literal["baoab", "obabo"] = "baoab"
+    integrator: IntegratorName = "baoab"
     step_size: float | None = None
     friction: float | None = None
     num_steps: int | None = None
     precondition: Literal["diag", "dense"] | None = "diag"
     bias_tolerance: float = 0.025
+    adjust: Literal["ghmc", "malt"] | None = None
+    prior_precision: float | Mapping[str, Any] | None = None
 
     @property
-    def energy_error_target(self) -> float:
+    def spec(self) -> Integrator:
+        """The integrator."""
+        return INTEGRATORS[self.integrator]
+
+    def energy_error_target(self, friction: Any = 1.0) -> Any:
         """Var(W) / d at which the average bias of the standard deviations is `bias_tolerance`.
 
-        For `obabo` on a Gaussian, (variance bias)^2 / 2 = 0.2 (Var(W) / d)^(2/3); `baoab` is
-        more accurate than this at equal energy error.
+        For unit curvatures, which the preconditioner aims at. For `obabo` on a Gaussian,
+        (variance bias)^2 / 2 = 0.2 (Var(W) / d)^(2/3); `baoab` is more accurate than this at equal
+        energy error. Var(W) / d is friction h^3 / 6 for `ubu` (for `kbk` at most) and
+        h^3 / (2 friction) for `ee`.
         """
+        if self.integrator in ("ubu", "kbk"):
+            return friction * (12 * self.bias_tolerance) ** 1.5 / 6
+        if self.integrator == "ee":
+            return 32 * friction**2 * self.bias_tolerance**3
         return (2 * self.bias_tolerance / math.sqrt(0.4)) ** 3
 
-    @property
-    def max_stable_step(self) -> float:
-        """Cap on step_size * sqrt(curvature), also of the worst coordinate's bias."""
+    def max_step(self, curvature: Array, friction: Array) -> Array:
+        """Step size at which the stiffest direction is stable and biased by the tolerance."""
+        curvature = jnp.maximum(curvature, 1e-12)
+        stable = 1 / jnp.sqrt(curvature)
+        if self.adjust is not None:
+            return MAX_STABLE_STEP_ADJUSTED * stable
+        cap, tolerance = MAX_STABLE_STEP * stable, self.bias_tolerance
         if self.integrator == "obabo":
-            return min(MAX_STABLE_STEP, math.sqrt(8 * self.bias_tolerance))
-        return MAX_STABLE_STEP
+            cap = jnp.minimum(cap, math.sqrt(8 * tolerance) * stable)
+        elif self.integrator in ("ubu", "kbk"):
+            cap = jnp.minimum(cap, math.sqrt(12 * tolerance) * stable)
+        elif self.integrator == "ee":
+            cap = jnp.minimum(cap, 4 * friction * tolerance / curvature)
+        elif self.integrator == "rmm":
+            cap = jnp.minimum(cap, jnp.cbrt(48 * friction * tolerance / curvature**2))
+        elif self.integrator == "quicksort":
+            rate = curvature * (friction + curvature / friction)
+            cap = jnp.minimum(cap, jnp.cbrt(144 * tolerance / rate))
+        return cap
 
 
-class Phase(NamedTuple):
-    """A point of phase space with its potential energy and gradient."""
+class SteinSums(NamedTuple):
+    """Running sums over the 2 d + 1 Stein features, and the point they are centred at."""
 
-    x: Array  # (d,) position
-    v: Array  # (d,) velocity in y coordinates, unit variance
-    potential_energy: Array  # ()
-    grad: Array  # (d,) gradient of the potential energy at x
+    center: Array  # (d,)
+    batch: Array  # (2 d + 1,) sum over the draws of this batch
+    total: Array  # (2 d + 1,) sum of the batches
+    square: Array  # (2 d + 1,) sum of squares of the batches
 
 
 class AdaptState(NamedTuple):
@@ -109,6 +150,9 @@ class AdaptState(NamedTuple):
     trace: Array  # () mean |L^T grad U|^2 = trace of E L^T (Hess U) L (Bartlett identity)
     width: Array  # () largest standard deviation of y in any direction
     log_step: Array  # () log of the step size that the energy error asks for
+    max_step: Array  # () what the Stein check allows; infinite until it finds a bias
+    stein: SteinSums  # sums of the Stein check
+    prior_precision: Array  # (d,) what `kbk` integrates exactly, in x; (0,) for the others
     direction: Array  # (d,) unit vector: iterate of the power method for `curvature`
     widest: Array  # (d,) running sum whose direction approaches the widest one
     num_draws: Array  # () draws in the running moments below
@@ -125,12 +169,12 @@ class _Fields(NamedTuple):
     velocity: Array  # (d,)
     potential_energy: Array  # ()
     energy: Array  # () potential plus kinetic energy
-    energy_error: Array  # () sum of W over the steps of this draw
-    mean_square_error: Array  # () mean of W^2 per dimension over the steps of this draw
-    num_steps: Array  # () integrator steps, one gradient each, of this draw
-    accept_prob: Array  # () share of the steps that were kept
-    diverging: Array  # () whether a step was undone
-    num_divergences: Array  # () steps undone so far
+    energy_error: Array  # () sum of W over the steps of this draw; NaN without energy error
+    mean_square_error: Array  # () mean of W^2 per dimension over the steps of this draw, or NaN
+    num_steps: Array  # () integrator steps of this draw
+    accept_prob: Array  # () share of steps kept; with `adjust`, the mean acceptance probability
+    diverging: Array  # () whether a step exploded or left the support
+    num_divergences: Array  # () such steps so far
     adapt_state: AdaptState
     stale: Array  # () whether the cached energy and gradient may belong to other data
     rng_key: Array
@@ -158,11 +202,12 @@ def init(key: Array, z: PyTree, target: Target, settings: Settings) -> State:
     """State at the unconstrained sites `z`, with a first step size from the curvature there."""
     key, key_velocity, key_direction = jax.random.split(key, 3)
     x = target.ravel(z)
-    potential_energy, grad = _value_and_grad(target)(x)
+    potential_energy, grad = jax.value_and_grad(potential(target))(x)
     dtype = jnp.result_type(potential_energy, x)
     zero, zeros = jnp.zeros((), dtype), jnp.zeros(x.shape, dtype)
     ones, direction = jnp.ones_like(zeros), jax.random.normal(key_direction, x.shape, dtype)
     dense = settings.precondition == "dense"
+    sums = jnp.zeros(2 * x.size + 1, dtype)
     adapt = AdaptState(
         step_size=zero,
         friction=zero,
@@ -171,6 +216,9 @@ def init(key: Array, z: PyTree, target: Target, settings: Settings) -> State:
         trace=zero,
         width=jnp.ones((), dtype),
         log_step=zero,
+        max_step=jnp.full((), jnp.inf, dtype),
+        stein=SteinSums(zeros, sums, sums, sums),
+        prior_precision=zeros[: zeros.size * (settings.integrator == "kbk")],
         direction=direction / jnp.linalg.norm(direction),
         widest=direction,
         num_draws=zero,
@@ -179,7 +227,9 @@ def init(key: Array, z: PyTree, target: Target, settings: Settings) -> State:
         grad_mean=zeros,
         grad_moment=zeros,
     )
-    adapt = _restart_step(_update_curvature(adapt, x, target, POWER_ITERATIONS), settings)
+    prior = gaussian_prior(target, settings, zeros)
+    adapt = _update_curvature(adapt, x, target, prior, POWER_ITERATIONS)
+    adapt = _restart_step(adapt, settings, prior)
     velocity = jax.random.normal(key_velocity, x.shape, dtype)
     potential_energy = potential_energy.astype(dtype)
     return State(
@@ -203,7 +253,7 @@ def init(key: Array, z: PyTree, target: Target, settings: Settings) -> State:
 
 def refresh(state: State, target: Target) -> State:
     """The same point with potential energy and gradient computed for the target's data."""
-    potential_energy, grad = _value_and_grad(target)(target.ravel(state.z))
+    potential_energy, grad = jax.value_and_grad(potential(target))(target.ravel(state.z))
     dtype = state.potential_energy.dtype
     return state._replace(
         potential_energy=potential_energy.astype(dtype),
@@ -213,90 +263,130 @@ def refresh(state: State, target: Target) -> State:
     )
 
 
+class _Tally(NamedTuple):
+    """What is added up over the steps of a draw."""
+
+    error: Array  # W
+    square: Array  # W^2
+    accept: Array  # acceptance probability, or 1 for a step that was kept
+    exploded: Array  # steps that exploded or left the support
+
+
 def step(state: State, target: Target, settings: Settings, num_warmup: int) -> State:
     """One draw: several integrator steps, then adaptation while `i < num_warmup`."""
     state = _run_if(state.stale, lambda s: refresh(s, target), state)
     key, key_steps, key_velocity = jax.random.split(state.rng_key, 3)
     warming = state.i < num_warmup
-    adapt = state.adapt_state
+    adapt, spec, adjust = state.adapt_state, settings.spec, settings.adjust
     num_steps = _num_steps(state.i, adapt, settings, num_warmup)
-    phase = Phase(
+    start = Phase(
         target.ravel(state.z), state.velocity, state.potential_energy, target.ravel(state.z_grad)
     )
-    size, dtype = phase.x.size, phase.x.dtype
+    size, dtype = start.x.size, start.x.dtype
+    prior = gaussian_prior(target, settings, start.x)
+    if settings.integrator == "kbk":
+        # of the present data, for reports
+        adapt = adapt._replace(prior_precision=prior[1])
+    system = System(potential(target), adapt.step_size, adapt.friction, adapt.scale, *prior)
+    advance = spec.make(system)
     # on the way down from a far start the friction alone would take long to cool the chain
     fresh = jax.random.normal(key_velocity, (size,), dtype)
-    phase = phase._replace(v=jnp.where(warming, fresh, phase.v))
-    num_normals = SPLITTINGS[settings.integrator].count("O")
-    bound = MAX_ENERGY_ERROR * (1 + math.sqrt(size * settings.energy_error_target))
+    start = start._replace(v=jnp.where(warming | (adjust == "malt"), fresh, start.v))
+    variance = size * jnp.asarray(settings.energy_error_target(adapt.friction), dtype)
+    if spec.energy_order is None:
+        # the change of the energy instead of W: it holds the heat, at most of order sqrt(d)
+        variance = jnp.full((), size, dtype)
+    bound = MAX_ENERGY_ERROR * (1 + jnp.sqrt(variance))
 
-    def body(j: Array, carry: tuple) -> tuple:
-        phase, error, square, undone = carry
-        noise = jax.random.normal(jax.random.fold_in(key_steps, j), (num_normals, size), dtype)
-        new, w = integrator_step(noise, phase, target, settings.integrator, adapt)
-        # a step into a region without density, or one that explodes, is undone: position kept,
-        # velocity reversed, which is what a Metropolis step would do
-        # (in warm-up a step downhill is kept, however inexact)
-        downhill = warming & (new.potential_energy < phase.potential_energy)
-        kept = jnp.isfinite(w) & ((w < bound) | downhill) & jnp.isfinite(new.grad).all()
+    def body(j: Array, carry: tuple[Phase, _Tally]) -> tuple[Phase, _Tally]:
+        phase, tally = carry
+        key = jax.random.fold_in(key_steps, j)
+        normals = jax.random.normal(key, (spec.normals, size), dtype)
+        noise = Noise(normals, jax.random.uniform(jax.random.fold_in(key, 1), (), dtype))
+        new, w = advance(noise, phase)
+        change = w if spec.energy_order is not None else _energy(new) - _energy(phase)
+        finite = jnp.isfinite(change) & jnp.isfinite(new.grad).all()
+        exploded = ~(finite & (change < bound))
+        # in warm-up a step downhill is kept, however inexact
+        downhill = finite & warming & (new.potential_energy < phase.potential_energy)
+        if adjust == "ghmc":
+            prob = jnp.where(finite, jnp.exp(-jnp.maximum(w, 0.0)), 0.0)
+            kept = jax.random.uniform(jax.random.fold_in(key, 2), (), dtype) < prob
+        else:
+            # a step into a region without density, or one that explodes, is undone: position
+            # kept, velocity reversed, which is what a Metropolis step would do
+            kept = ~exploded
+            prob = kept.astype(dtype)
+        kept |= downhill
         undo = phase._replace(v=-phase.v)
         phase = jax.tree.map(lambda a, b: jnp.where(kept, a, b), new, undo)
-        w = jnp.where(kept, w, 0.0)
-        return phase, error + w, square + w**2, undone + ~kept
+        w = jnp.where(exploded & ~kept, 0.0, w)
+        return phase, _Tally(
+            tally.error + w,
+            tally.square + w**2,
+            tally.accept + prob,
+            tally.exploded + ~kept if adjust is None else tally.exploded + exploded,
+        )
 
-    zero = jnp.zeros((), dtype)
-    phase, error, square, undone = jax.lax.fori_loop(
-        0, num_steps, body, (phase, zero, zero, jnp.zeros((), jnp.int32))
-    )
-    num_kept = num_steps - undone
+    zero, none = jnp.zeros((), dtype), jnp.zeros((), jnp.int32)
+    phase, tally = jax.lax.fori_loop(0, num_steps, body, (start, _Tally(zero, zero, zero, none)))
+    accept_prob = tally.accept / num_steps
+    if adjust == "malt":
+        complete = tally.exploded == 0
+        accept_prob = jnp.where(complete, jnp.exp(-jnp.maximum(tally.error, 0.0)), 0.0)
+        kept = jax.random.uniform(jax.random.fold_in(key_velocity, 1), (), dtype) < accept_prob
+        kept |= complete & warming & (phase.potential_energy < start.potential_energy)
+        # reversed, so that the joint law with the velocity is exact, too
+        start = start._replace(v=-start.v)
+        phase = jax.tree.map(lambda a, b: jnp.where(kept, a, b), phase, start)
+    if not spec.grad_at_x:
+        phase = phase._replace(grad=jax.grad(system.potential)(phase.x).astype(dtype))
     new = State(
         i=state.i + 1,
         z=target.unravel(phase.x),
         z_grad=target.unravel(phase.grad),
         velocity=phase.v,
         potential_energy=phase.potential_energy,
-        energy=phase.potential_energy + phase.v @ phase.v / 2,
-        energy_error=error,
-        mean_square_error=square / (jnp.maximum(num_kept, 1) * size),
+        energy=_energy(phase),
+        energy_error=tally.error,
+        mean_square_error=tally.square / (jnp.maximum(num_steps - tally.exploded, 1) * size),
         num_steps=num_steps,
-        accept_prob=(num_kept / num_steps).astype(dtype),
-        diverging=undone > 0,
-        num_divergences=state.num_divergences + undone,
+        accept_prob=accept_prob.astype(dtype),
+        diverging=tally.exploded > 0,
+        num_divergences=state.num_divergences + tally.exploded,
         adapt_state=adapt,
         stale=state.stale,
         rng_key=key,
     )
-    return _run_if(warming, lambda s: _adapt(s, phase, target, settings, num_warmup), new)
+    return _run_if(warming, lambda s: _adapt(s, phase, target, prior, settings, num_warmup), new)
 
 
-def integrator_step(
-    noise: Array, phase: Phase, target: Target, integrator: str, adapt: AdaptState
-) -> tuple[Phase, Array]:
-    """One step of the splitting and its energy error W.
+def gaussian_prior(target: Target, settings: Settings, like: Array) -> tuple[Array, Array]:
+    """Mean and precision, each (d,), of the prior that `kbk` integrates exactly, in x.
 
-    `noise` holds one row of standard normals, shape (d,), for each O part.
+    The precision is zero where there is none, and for all other integrators. Any values give a
+    correct integrator: what they do not take from U stays in its B part.
     """
-    value_and_grad = _value_and_grad(target)
-    x, v, potential_energy, grad = phase
-    letters = SPLITTINGS[integrator]
-    work, moved, rows = jnp.zeros_like(potential_energy), False, iter(noise)
-    for letter in letters:
-        t = adapt.step_size / letters.count(letter)
-        if letter == "A":
-            x, moved = x + t * _times(adapt.scale, v), True
-        elif letter == "O":
-            v = jnp.exp(-adapt.friction * t) * v
-            v += jnp.sqrt(-jnp.expm1(-2 * adapt.friction * t)) * next(rows)
-        else:
-            if moved:
-                potential_energy, grad = value_and_grad(x)
-                moved = False
-            kick = t * _transposed_times(adapt.scale, grad)
-            # (|v - kick|^2 - |v|^2) / 2, without the cancellation of the two squares
-            work += kick @ (kick / 2 - v)
-            v -= kick
-    work += potential_energy - phase.potential_energy
-    return Phase(x, v, potential_energy.astype(work.dtype), grad.astype(x.dtype)), work
+    zeros = jnp.zeros_like(like)
+    given = settings.prior_precision
+    if settings.integrator != "kbk":
+        return zeros, zeros
+    if given is None:
+        assert target.gaussian_prior is not None
+        mean, precision = (target.ravel(z).astype(like.dtype) for z in target.gaussian_prior())
+        return mean, precision
+    shapes = jax.eval_shape(target.unravel, like)
+    if isinstance(given, Mapping):
+        sites = {
+            name: jnp.broadcast_to(jnp.asarray(given.get(name, 0.0), like.dtype), leaf.shape)
+            for name, leaf in shapes.items()
+        }
+        return zeros, target.ravel(sites)
+    return zeros, jnp.full_like(like, given)
+
+
+def _energy(phase: Phase) -> Array:
+    return phase.potential_energy + phase.v @ phase.v / 2
 
 
 # --- warm-up ---------------------------------------------------------------------------------
@@ -321,7 +411,12 @@ def metric_updates(num_warmup: int) -> np.ndarray:
 
 
 def _adapt(
-    state: State, phase: Phase, target: Target, settings: Settings, num_warmup: int
+    state: State,
+    phase: Phase,
+    target: Target,
+    prior: tuple[Array, Array],
+    settings: Settings,
+    num_warmup: int,
 ) -> State:
     updates = metric_updates(num_warmup)
     update_metric = jnp.asarray(updates)[jnp.minimum(state.i - 1, len(updates) - 1)]
@@ -334,9 +429,10 @@ def _adapt(
     adapt = _run_if(update_metric, lambda a: _update_metric(a, with_correlations), adapt)
     # the curvature belongs to the coordinates: a new metric starts the power method again
     iterations = jnp.where(update_metric, POWER_ITERATIONS, 1)
-    adapt = _update_curvature(adapt, phase.x, target, iterations)
-    adapt = _run_if(update_metric, lambda a: _restart_step(a, settings), adapt)
-    return state._replace(adapt_state=_set_step(adapt, settings))
+    adapt = _update_curvature(adapt, phase.x, target, prior, iterations)
+    adapt = _run_if(update_metric, lambda a: _restart_step(a, settings, prior), adapt)
+    adapt = _check_stein(adapt, phase, state.i, settings, num_warmup)
+    return state._replace(adapt_state=_set_step(adapt, settings, prior))
 
 
 def _update_moments(a: AdaptState, phase: Phase) -> AdaptState:
@@ -365,11 +461,22 @@ def _update_moments(a: AdaptState, phase: Phase) -> AdaptState:
 
 
 def _update_log_step(a: AdaptState, state: State, settings: Settings) -> AdaptState:
-    """Robbins-Monro recursion for the step size at which Var(W) / d meets its target."""
-    order, target = ENERGY_ORDER[settings.integrator], settings.energy_error_target
-    change = -jnp.log(state.mean_square_error / target + 1e-12) / order
-    # a chain most steps of which are undone needs a smaller step at once
-    change = jnp.where(state.accept_prob < 0.5, -jnp.inf, change)
+    """Robbins-Monro recursion for the step size.
+
+    It seeks the Var(W) / d of `Settings.energy_error_target`, with `adjust` the acceptance
+    probability. Without an energy error the step grows to its cap.
+    """
+    if settings.adjust is not None:
+        goal = ACCEPTANCE[settings.adjust]
+        change = (state.accept_prob - goal) / (1 - goal) / 3
+    elif settings.spec.energy_order is None:
+        change = jnp.ones_like(a.log_step)
+    else:
+        ratio = state.mean_square_error / settings.energy_error_target(a.friction)
+        change = -jnp.log(ratio + 1e-12) / settings.spec.energy_order
+    if settings.adjust != "malt":
+        # a chain most steps of which are undone needs a smaller step at once
+        change = jnp.where(state.accept_prob < 0.5, -jnp.inf, change)
     rate = jnp.maximum(0.1, 5 / (5 + a.num_draws))
     return a._replace(log_step=a.log_step + jnp.clip(rate * change, -math.log(2), 0.3))
 
@@ -411,19 +518,21 @@ def _update_metric(a: AdaptState, with_correlations: Array) -> AdaptState:
     )
 
 
-def _update_curvature(a: AdaptState, x: Array, target: Target, iterations: Any) -> AdaptState:
+def _update_curvature(
+    a: AdaptState, x: Array, target: Target, prior: tuple[Array, Array], iterations: Any
+) -> AdaptState:
     """Power method on Hessian-vector products; the largest recent value.
 
     The memory is a share of the window, so that the high curvatures on the way from the start
-    to the posterior are forgotten.
+    to the posterior are forgotten. What `kbk` integrates exactly does not count.
     """
-    grad = jax.grad(lambda x: -target.log_density(x))
+    grad, precision = jax.grad(potential(target)), prior[1]
 
     def body(_: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         direction, _ = carry
         tangent = _times(a.scale, direction)
-        product = _transposed_times(a.scale, jax.jvp(grad, (x,), (tangent,))[1])
-        product = product.astype(direction.dtype)
+        product = jax.jvp(grad, (x,), (tangent,))[1] - precision * tangent
+        product = _transposed_times(a.scale, product).astype(direction.dtype)
         norm = jnp.linalg.norm(product)
         usable = jnp.isfinite(norm) & (norm > 0)
         return jnp.where(usable, product / norm, direction), jnp.where(usable, norm, 0.0)
@@ -435,21 +544,84 @@ def _update_curvature(a: AdaptState, x: Array, target: Target, iterations: Any) 
     return a._replace(direction=direction, curvature=jnp.maximum(remembered, curvature))
 
 
-def _restart_step(a: AdaptState, settings: Settings) -> AdaptState:
+def stein_windows(num_warmup: int) -> tuple[int, int, int]:
+    """First draw of the Stein check, number of windows (0: no check), draws per batch."""
+    start = int(0.8 * num_warmup)
+    windows = min(MAX_STEIN_WINDOWS, (num_warmup - start) // STEIN_WINDOW)
+    return start, windows, (num_warmup - start) // (STEIN_BATCHES * max(windows, 1))
+
+
+def _check_stein(
+    a: AdaptState, phase: Phase, i: Array, settings: Settings, num_warmup: int
+) -> AdaptState:
+    """At the end of a window, divide the step by sqrt(2) if the draws show a bias.
+
+    With g = grad U and s_i^2 = (L L^T)_ii, the features are the means of s_i g_i, of
+    1 - (x_i - c_i) g_i, and of the average of the latter over i: all vanish under the target. In a
+    normal coordinate the first is the bias of the mean in standard deviations, the second minus
+    that of the variance. A bias counts beyond its Monte Carlo error, from batch means at a
+    Bonferroni level, plus the tolerance. It needs the gradients at the draws alone.
+    """
+    first, windows, batch_length = stein_windows(num_warmup)
+    if windows == 0 or settings.step_size is not None or settings.adjust is not None:
+        return a
+    size, dtype = phase.x.size, phase.x.dtype
+    sums = a.stein._replace(center=jnp.where(i < first, a.mean, a.stein.center))
+    scale = jnp.sqrt(jnp.sum(a.scale**2, -1)) if a.scale.ndim == 2 else a.scale
+    second = 1 - (phase.x - sums.center) * phase.grad
+    features = jnp.concatenate([scale * phase.grad, second, second.mean(keepdims=True)])
+    features = jnp.where(jnp.isfinite(features), features, 0.0)
+    sums = sums._replace(batch=sums.batch + jnp.where(i > first, features, 0.0))
+    place = jnp.maximum(i - first, 0)
+    batch_ends = (place > 0) & (place % batch_length == 0)
+    mean = sums.batch / batch_length
+    sums = SteinSums(
+        sums.center,
+        jnp.where(batch_ends, 0.0, sums.batch),
+        sums.total + jnp.where(batch_ends, mean, 0.0),
+        sums.square + jnp.where(batch_ends, mean**2, 0.0),
+    )
+    window_ends = batch_ends & (place % (batch_length * STEIN_BATCHES) == 0)
+    average = sums.total / STEIN_BATCHES
+    variance = (sums.square / STEIN_BATCHES - average**2) / (STEIN_BATCHES - 1)
+    level = STEIN_LEVEL / (windows * (2 * size + 1) * 2)
+    error = float(stats.t.isf(level, STEIN_BATCHES - 1)) * jnp.sqrt(jnp.maximum(variance, 0.0))
+    # the variance of a coordinate is twice as biased as its standard deviation
+    tolerance = settings.bias_tolerance * np.repeat([1.0, 2.0], [size, size + 1]).astype(dtype)
+    visible = jnp.any(jnp.abs(average) > error + tolerance)
+    smaller = jnp.where(window_ends & visible, a.step_size / math.sqrt(2), jnp.inf)
+    sums = sums._replace(
+        total=jnp.where(window_ends, 0.0, sums.total),
+        square=jnp.where(window_ends, 0.0, sums.square),
+    )
+    return a._replace(max_step=jnp.minimum(a.max_step, smaller), stein=sums)
+
+
+def _restart_step(a: AdaptState, settings: Settings, prior: tuple[Array, Array]) -> AdaptState:
     """Step size, in new coordinates, from the curvature alone."""
-    cap = settings.max_stable_step / jnp.sqrt(jnp.maximum(a.curvature, 1e-12))
-    return _set_step(a._replace(log_step=jnp.log(cap / 2)), settings)
+    cap = _step_cap(a, settings, prior)
+    return _set_step(a._replace(log_step=jnp.log(cap / 2)), settings, prior)
 
 
-def _set_step(a: AdaptState, settings: Settings) -> AdaptState:
-    cap = settings.max_stable_step / jnp.sqrt(jnp.maximum(a.curvature, 1e-12))
-    log_step = jnp.minimum(a.log_step, jnp.log(cap))
-    friction = 1 / a.width
+def _set_step(a: AdaptState, settings: Settings, prior: tuple[Array, Array]) -> AdaptState:
+    log_step = jnp.minimum(a.log_step, jnp.log(_step_cap(a, settings, prior)))
     return a._replace(
         log_step=log_step,
         step_size=jnp.full_like(log_step, settings.step_size or jnp.exp(log_step)),
-        friction=jnp.full_like(friction, settings.friction or friction),
+        friction=_friction(a, settings),
     )
+
+
+def _friction(a: AdaptState, settings: Settings) -> Array:
+    return jnp.full_like(a.width, settings.friction or 1 / a.width)
+
+
+def _step_cap(a: AdaptState, settings: Settings, prior: tuple[Array, Array]) -> Array:
+    cap = jnp.minimum(settings.max_step(a.curvature, _friction(a, settings)), a.max_step)
+    if settings.integrator == "kbk":
+        frequency = jnp.sqrt(jnp.max(prior[1] * a.scale**2))
+        cap = jnp.minimum(cap, MAX_PRIOR_STEP / jnp.maximum(frequency, 1e-6))
+    return cap
 
 
 def _num_steps(i: Array, a: AdaptState, settings: Settings, num_warmup: int) -> Array:
@@ -465,8 +637,9 @@ def _num_steps(i: Array, a: AdaptState, settings: Settings, num_warmup: int) -> 
 # --- small parts -----------------------------------------------------------------------------
 
 
-def _value_and_grad(target: Target) -> Callable[[Array], tuple[Array, Array]]:
-    return jax.value_and_grad(lambda x: -target.log_density(x))
+def potential(target: Target) -> Callable[[Array], Array]:
+    """Potential energy as a function of the flat position."""
+    return lambda x: -target.log_density(x)
 
 
 def _times(scale: Array, v: Array) -> Array:

@@ -205,6 +205,12 @@ class Kernel(MCMCKernel):
             return identity
         return self._target.bind(*model_args, **(model_kwargs or {})).constrain_sites
 
+    # --- what `to_arviz` calls -----------------------------------------------------------------
+
+    def run_facts(self, state: Any) -> dict[str, Any]:
+        """Facts of a run for the attributes of `sample_stats`: numbers, text, flat arrays."""
+        return {}
+
     # --- what Gibbs calls --------------------------------------------------------------------
 
     def refresh(self, state: Any, model_args: tuple, model_kwargs: dict[str, Any] | None) -> Any:

@@ -7,10 +7,19 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from numpyro.distributions import Delta, Unit, constraints
+from numpyro import validation_enabled
+from numpyro.distributions import (
+    Delta,
+    ExpandedDistribution,
+    Independent,
+    Normal,
+    Unit,
+    constraints,
+)
 from numpyro.distributions.transforms import biject_to
-from numpyro.handlers import seed, substitute
+from numpyro.handlers import seed, substitute, trace
 from numpyro.infer.gibbs import prototype_trace
 from numpyro.infer.util import constrain_fn, potential_energy, unconstrain_fn
 
@@ -77,6 +86,7 @@ def target(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Target:
         potential_energy=partial(_potential_energy, model),
         constrain_sites=partial(_constrain, model),
         unconstrain_sites=partial(_unconstrain, model),
+        gaussian_prior=partial(_gaussian_prior, model, sites),
     )
 
 
@@ -181,3 +191,38 @@ def _constrain(model: Callable, z: PyTree, *args: Any, **kwargs: Any) -> dict[st
 
 def _unconstrain(model: Callable, values: PyTree, *args: Any, **kwargs: Any) -> PyTree:
     return unconstrain_fn(model, args, kwargs, values)
+
+
+def _gaussian_prior(
+    model: Callable, sites: tuple[Site, ...], *args: Any, **kwargs: Any
+) -> tuple[dict[str, Array], dict[str, Array]]:
+    """Means and precisions of the sites whose prior is normal with constant parameters.
+
+    The model is replayed with NaN for every latent value: a parameter that depends on one of them
+    comes out as NaN.
+    """
+    latent = [site for site in sites if site.unconstrained_shape is not None]
+
+    @jax.jit  # so that the likelihood, which is not needed, is removed and not run
+    def replay() -> tuple[dict[str, Array], dict[str, Array]]:
+        unknown = {site.name: jnp.full(site.shape, jnp.nan) for site in latent}
+        with validation_enabled(False):
+            messages = trace(seed(substitute(model, data=unknown), jax.random.key(0))).get_trace(
+                *args, **kwargs
+            )
+        means, precisions = {}, {}
+        for site in latent:
+            message = messages[site.name]
+            normal = message["fn"]
+            while isinstance(normal, Independent | ExpandedDistribution):
+                normal = normal.base_dist
+            mean = precision = jnp.zeros(site.unconstrained_shape)
+            if isinstance(normal, Normal) and message.get("scale") is None:
+                loc, scale = jnp.broadcast_arrays(normal.loc, normal.scale)
+                known = jnp.isfinite(loc) & jnp.isfinite(scale) & (scale > 0)
+                mean = jnp.broadcast_to(jnp.where(known, loc, 0.0), site.shape)
+                precision = jnp.broadcast_to(jnp.where(known, scale, jnp.inf) ** -2.0, site.shape)
+            means[site.name], precisions[site.name] = mean, precision
+        return means, precisions
+
+    return replay()

@@ -13,6 +13,7 @@ from scipy import stats
 
 from ppl_ext.errors import InitializationError, UnsupportedModelError
 from ppl_ext.numpyro import ULD
+from ppl_ext.numpyro.target import target
 
 Y = np.linspace(-1.0, 1.0, 8)
 
@@ -34,7 +35,18 @@ def start(model, *args, init_params=None, **kwargs):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"integrator": "leapfrog"}, "`integrator` must be one of 'baoab', 'obabo', got 'leapfrog"),
+        ({"integrator": "leapfrog"}, "`integrator` must be one of 'baoab', .*'kbk', got 'leapfrog"),
+        ({"adjust": "mala"}, "`adjust` must be one of 'ghmc', 'malt', None, got 'mala'"),
+        ({"integrator": "rmm", "adjust": "ghmc"}, '"rmm"` has no acceptance ratio.*"obabo"'),
+        ({"integrator": "quicksort", "adjust": "malt"}, "no acceptance ratio"),
+        (
+            {"integrator": "kbk", "precondition": "dense"},
+            "keeps the coordinates of the prior apart",
+        ),
+        ({"prior_precision": 1.0}, "`prior_precision` must be None with integrator 'baoab', got 1"),
+        ({"integrator": "kbk", "prior_precision": -1.0}, "finite numbers >= 0, got -1.0"),
+        ({"integrator": "kbk", "prior_precision": [1.0]}, "a number or a dict by site"),
+        ({"integrator": "kbk", "prior_precision": {"slope": "1"}}, r"prior_precision\['slope'\]"),
         ({"precondition": "full"}, "`precondition` must be one of 'diag', 'dense', None, got 'fu"),
         ({"step_size": -0.1}, "`step_size` must be a positive finite number, got -0.1"),
         ({"step_size": 0.0}, "`step_size`"),
@@ -76,8 +88,9 @@ def test_a_model_must_be_given_and_callable():
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"integrator": "obabo"},
-        {"precondition": "dense"},
+        {"integrator": "kbk"},
+        {"integrator": "rmm", "precondition": "dense"},
+        {"integrator": "obabo", "adjust": "malt"},
         {"precondition": None},
         {"step_size": 0.3, "friction": 1.5, "num_steps": 4},
     ],
@@ -134,6 +147,87 @@ def test_the_progress_bar_tells_step_size_steps_and_undone_steps():
     state = start(regression, X, Y)
     text = ULD(regression).get_diagnostics_str(state)
     assert text.startswith("step size ") and text.endswith("0 steps/draw, 0 undone")
+
+
+def test_vectorised_chains_are_the_sequential_ones():
+    """With a random time and an accept step too; float32 rounding grows over the steps."""
+    for arguments in ({"integrator": "rmm"}, {"integrator": "obabo", "adjust": "ghmc"}):
+        draws = []
+        for method in ("sequential", "vectorized"):
+            mcmc = MCMC(
+                ULD(regression, step_size=0.05, friction=1.0, num_steps=2, **arguments),
+                num_warmup=0,
+                num_samples=5,
+                num_chains=2,
+                chain_method=method,
+                progress_bar=False,
+            )
+            mcmc.run(jax.random.key(0), X, NOISY)
+            draws.append(mcmc.get_samples(group_by_chain=True)["slope"])
+        np.testing.assert_allclose(*draws, rtol=1e-4, atol=1e-5)
+        assert (draws[0][0] != draws[0][1]).all()
+
+
+# --- the prior of kbk -------------------------------------------------------------------------
+
+
+def mixed_priors(prior_sd):
+    numpyro.sample("plain", dist.Normal(2.0, prior_sd))
+    tau = numpyro.sample("tau", dist.HalfNormal(1))
+    numpyro.sample("hierarchical", dist.Normal(0, tau).expand([2]).to_event(1))
+    numpyro.sample("tails", dist.StudentT(3))
+    with numpyro.plate("groups", 3):
+        numpyro.sample("vector", dist.Normal(jnp.arange(3.0), 0.5))
+
+
+def test_gaussian_priors_with_constant_parameters_are_read_from_the_model():
+    mean, precision = target(mixed_priors, 1.0).gaussian_prior(4.0)
+    np.testing.assert_allclose(mean["plain"], 2.0)
+    np.testing.assert_allclose(precision["plain"], 1 / 16)
+    np.testing.assert_allclose(mean["vector"], [0, 1, 2])
+    np.testing.assert_allclose(precision["vector"], [4, 4, 4])
+    for name in ("tau", "hierarchical", "tails"):
+        assert not np.any(precision[name]) and not np.any(mean[name])
+
+
+def test_gaussian_prior_ignores_the_likelihood_and_validation():
+    """It is not run: here it would fail on the unknown values."""
+
+    def model(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 2))
+        numpyro.sample("y", dist.Normal(mu, 1, validate_args=True), obs=y)
+
+    with numpyro.validation_enabled():
+        _, precision = target(model, 1.0).gaussian_prior(1.0)
+    np.testing.assert_allclose(precision["mu"], 0.25)
+
+
+def test_prior_precision_may_be_given_by_site():
+    kernel = ULD(regression, integrator="kbk", prior_precision={"slope": [1.0, 3.0]})
+    state = kernel.init(jax.random.key(0), 10, None, (X, Y), {})
+    state = kernel.sample(state, (X, Y), {})
+    np.testing.assert_array_equal(state.adapt_state.prior_precision, [0.0, 1.0, 3.0])
+    with pytest.raises(ValueError, match=r"unknown sites \['slop'\]; the model has.*'slope'"):
+        start(regression, X, Y, integrator="kbk", prior_precision={"slop": 1.0})
+    with pytest.raises(ValueError, match="given for `potential_fn`"):
+        ULD(potential_fn=lambda z: 0.0, integrator="kbk")
+
+
+@pytest.mark.parametrize("integrator", ["rmm", "quicksort", "ee", "kbk"])
+def test_a_normal_truncated_by_a_factor_yields_no_nan(integrator):
+    """Half-normal: five standard errors and the bias at the wall."""
+
+    def model():
+        x = numpyro.sample("x", dist.Normal(0, 1))
+        numpyro.factor("wall", jnp.where(x > 0, 0.0, -jnp.inf))
+
+    kernel = ULD(model, integrator=integrator, step_size=0.1)
+    mcmc = MCMC(kernel, num_warmup=200, num_samples=2000, progress_bar=False)
+    mcmc.run(jax.random.key(0), init_params={"x": jnp.array(0.5)})
+    x = mcmc.get_samples()["x"]
+    assert (x > 0).all()
+    assert np.isfinite(mcmc.get_extra_fields()["z_grad"]["x"]).all()
+    assert abs(x.mean() - np.sqrt(2 / np.pi)) < 0.09
 
 
 # --- models it does not take ------------------------------------------------------------------
