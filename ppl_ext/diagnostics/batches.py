@@ -70,11 +70,14 @@ class FeatureSeries:
         mcse: FloatArray = np.sqrt(np.where(self.variance > 0, squared, 0.0))
         return mcse
 
+    def autocorrelation_times(self, mcse: FloatArray) -> FloatArray:
+        """Return each moving feature's integrated autocorrelation time, in draws."""
+        moving = self.variance > 0
+        return mcse[moving] ** 2 * self.n_draws / self.variance[moving]
+
     def autocorrelation_time(self, mcse: FloatArray) -> float:
         """Return the largest integrated autocorrelation time of a feature, in draws; 1 or more."""
-        moving = self.variance > 0
-        taus = mcse[moving] ** 2 * self.n_draws / self.variance[moving]
-        return float(max(1.0, taus.max(initial=1.0)))
+        return float(max(1.0, self.autocorrelation_times(mcse).max(initial=1.0)))
 
     def t(self, mcse: FloatArray) -> FloatArray:
         """Return mean / mcse; infinite for a constant feature that is not zero."""

@@ -40,7 +40,7 @@ def test_rows_show_their_own_coordinate(run: Any) -> None:
 
 
 def test_t_is_the_worst_of_the_coordinate_in_the_test(run: Any) -> None:
-    features = psd_test(run, interactions=False, standardize="diag", n_boot=9).features
+    features = psd_test(run, standardize="diag", interactions=False, n_boot=9).features
     table = summary(run, round_to="none")
     worst = features["t"].abs().loc[["mu", "mu^2"]].max()
     assert table.loc["mu", "psd_t"] == pytest.approx(worst)
