@@ -125,24 +125,25 @@ def timing() -> None:
         if data is None:
             lam = jnp.asarray(power_law(10_000), jnp.float32)
             target = potential_target(lambda x, lam=lam: jnp.sum(lam * x**2) / 2, np.zeros(10_000))
+            data = ()
         else:
-            x, y = map(jnp.asarray, data)
-            target = registry.target(logistic, x, y).bind(x, y)
+            data = tuple(map(jnp.asarray, data))
+            target = registry.target(logistic, *data)
         if target.gaussian_prior is None:
             names = [name for name in INTEGRATORS if name != "kbk"]
         else:
             names = list(INTEGRATORS)
-        programs = {"gradient": gradient_loop(target, steps)}
-        programs |= {name: step_loop(target, steps, name) for name in names}
+        programs = {"gradient": gradient_loop(target, data, steps)}
+        programs |= {name: step_loop(target, data, steps, name) for name in names}
         seconds = take_turns(programs)
         rows[case] = {name: seconds[name] / seconds["gradient"] for name in names}
         rows[case]["gradient, ms"] = 1e3 * seconds["gradient"] / steps
     print("\nTime of a step over that of a gradient (rmm and quicksort: two gradients)")
     print(pd.DataFrame(rows).to_string(float_format="{:.2f}".format))
 
-    x, y = map(jnp.asarray, cases["adult logistic regression"][0])
-    target = registry.target(logistic, x, y).bind(x, y)
-    one, many = step_loop(target, 5, "baoab"), step_loop(target, 5, "baoab", chains=64)
+    data = tuple(map(jnp.asarray, cases["adult logistic regression"][0]))
+    target = registry.target(logistic, *data)
+    one, many = (step_loop(target, data, 5, "baoab", chains) for chains in (None, 64))
     seconds = take_turns({"one": one, "many": many}, repeats=5)
     print(
         f"adult: time per chain of 64 vectorised chains over that of one: "
@@ -150,31 +151,34 @@ def timing() -> None:
     )
 
 
-def gradient_loop(target: Target, steps: int) -> Callable[[], Any]:
-    grad = jax.grad(lambda x: -target.log_density(x))
-
+def gradient_loop(target: Target, data: tuple, steps: int) -> Callable[[], Any]:
     @jax.jit
-    def loop(x: jax.Array) -> jax.Array:
+    def loop(x: jax.Array, *data: jax.Array) -> jax.Array:
+        grad = jax.grad(lambda x: -target.log_density(x, *data))
         return jax.lax.fori_loop(0, steps, lambda _, x: x - 1e-9 * grad(x), x)
 
-    return lambda: loop(jnp.zeros(target.size))
+    return lambda: loop(jnp.zeros(target.size), *data)
 
 
 def step_loop(
-    target: Target, steps: int, integrator: str, chains: int | None = None
+    target: Target, data: tuple, steps: int, integrator: str, chains: int | None = None
 ) -> Callable[[], Any]:
     """One draw of so many steps, adaptation over."""
     settings = uld.Settings(integrator, 1e-3, 1.0, steps, "diag")
     start = target.unravel(jnp.zeros(target.size))
-    key = jax.random.key(0)
-    if chains is None:
-        state = jax.jit(lambda key: uld.init(key, start, target, settings))(key)
-        draw = jax.jit(lambda state: uld.step(state, target, settings, 0))
-    else:
-        keys = jax.random.split(key, chains)
-        state = jax.jit(jax.vmap(lambda key: uld.init(key, start, target, settings)))(keys)
-        draw = jax.jit(jax.vmap(lambda state: uld.step(state, target, settings, 0)))
-    return lambda: draw(state)
+
+    def first(key: jax.Array, *data: jax.Array) -> Any:
+        return uld.init(key, start, target.bind(*data), settings)
+
+    def draw(state: Any, *data: jax.Array) -> Any:
+        return uld.step(state, target.bind(*data), settings, 0)
+
+    keys = jax.random.key(0)
+    if chains is not None:
+        keys, shared = jax.random.split(keys, chains), (0,) + (None,) * len(data)
+        first, draw = jax.vmap(first, shared), jax.vmap(draw, shared)
+    state, draw = jax.jit(first)(keys, *data), jax.jit(draw)
+    return lambda: draw(state, *data)
 
 
 def take_turns(programs: dict[str, Callable[[], Any]], repeats: int = 15) -> dict[str, float]:
@@ -328,22 +332,23 @@ def run_mclmc(
 
     density = lambda x: -problem.potential(x)  # noqa: E731
     steps, key_tune, key_run = 10 * draws, *jax.random.split(key)
-    state = blackjax.mcmc.mclmc.init(position=start, logdensity_fn=density, rng_key=key_tune)
-    kernel = lambda inverse_mass_matrix: blackjax.mcmc.mclmc.build_kernel(  # noqa: E731
-        logdensity_fn=density,
-        integrator=blackjax.mcmc.integrators.isokinetic_mclachlan,
-        inverse_mass_matrix=inverse_mass_matrix,
-    )
+    state = blackjax.mcmc.mclmc.init(start, density, key_tune)
     state, params, tuning = blackjax.mclmc_find_L_and_step_size(
-        mclmc_kernel=kernel, num_steps=steps, state=state, rng_key=key_tune
+        mclmc_kernel=blackjax.mcmc.mclmc.build_kernel(),
+        logdensity_fn=density,
+        num_steps=steps,
+        state=state,
+        rng_key=key_tune,
+        diagonal_preconditioning=True,
     )
     algorithm = blackjax.mclmc(
-        density,
-        L=params.L,
-        step_size=params.step_size,
-        inverse_mass_matrix=params.inverse_mass_matrix,
+        density, params.L, params.step_size, inverse_mass_matrix=params.inverse_mass_matrix
     )
-    step = lambda state, key: (lambda new: (new, new.position))(algorithm.step(key, state)[0])  # noqa: E731
+
+    def step(state: Any, key: jax.Array) -> Any:
+        state, _ = algorithm.step(key, state)
+        return state, state.position
+
     _, x = jax.jit(lambda s, k: jax.lax.scan(step, s, k))(state, jax.random.split(key_run, steps))
     return np.asarray(x), 2 * (int(tuning) + np.arange(1, steps + 1))
 
@@ -351,34 +356,27 @@ def run_mclmc(
 def run_adjusted_mclmc(
     problem: Problem, key: jax.Array, start: jax.Array, draws: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """BlackJAX's adjusted MCLMC (MAMS) with its own tuning and random trajectory lengths."""
+    """BlackJAX's adjusted MCLMC (MAMS), its own tuning, random lengths; two gradients per step."""
     import blackjax
 
-    density = lambda x: -problem.potential(x)  # noqa: E731
-    key_init, key_tune, key_run = jax.random.split(key, 3)
     mams = blackjax.mcmc.adjusted_mclmc_dynamic
-    state = mams.init(position=start, logdensity_fn=density, random_generator_arg=key_init)
-    length = lambda average: lambda key: jnp.ceil(jax.random.uniform(key) * 2 * average)  # noqa: E731
-
-    def kernel(rng_key, state, avg_num_integration_steps, step_size, inverse_mass_matrix):
-        return mams.build_kernel(
-            integration_steps_fn=length(avg_num_integration_steps),
-            inverse_mass_matrix=inverse_mass_matrix,
-        )(rng_key=rng_key, state=state, step_size=step_size, logdensity_fn=density)
-
+    density = lambda x: -problem.potential(x)  # noqa: E731
+    proposals, (key_init, key_tune, key_run) = 4 * draws, jax.random.split(key, 3)
+    length = mams.make_random_trajectory_length_fn(True)
     state, params, tuning = blackjax.adjusted_mclmc_find_L_and_step_size(
-        mclmc_kernel=kernel,
-        num_steps=draws,
-        state=state,
+        mclmc_kernel=mams.build_kernel(integration_steps_fn=length),
+        logdensity_fn=density,
+        num_steps=proposals,
+        state=mams.init(start, density, key_init),
         rng_key=key_tune,
         target=0.9,
-        diagonal_preconditioning=True,
     )
     algorithm = blackjax.adjusted_mclmc_dynamic(
-        logdensity_fn=density,
-        step_size=params.step_size,
-        integration_steps_fn=length(params.L / params.step_size),
+        density,
+        params.step_size,
         inverse_mass_matrix=params.inverse_mass_matrix,
+        integration_steps_fn=length,
+        integration_steps_params=(params.L / params.step_size,),
     )
 
     def step(state: Any, key: jax.Array) -> Any:
@@ -386,9 +384,8 @@ def run_adjusted_mclmc(
         return state, (state.position, info.num_integration_steps)
 
     _, (x, n) = jax.jit(lambda s, k: jax.lax.scan(step, s, k))(
-        state, jax.random.split(key_run, draws)
+        state, jax.random.split(key_run, proposals)
     )
-    # two gradients per step of the minimal-norm integrator
     return np.asarray(x), 2 * (float(np.sum(tuning)) + np.cumsum(n))
 
 
