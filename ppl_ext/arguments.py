@@ -19,14 +19,15 @@ def check_positive(kernel: str, **values: Any) -> None:
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, Real):
             raise argument_error(kernel, name, value, "a positive number")
-        if not (0 < value < float("inf")):
+        if not (0 < float(value) < float("inf")):
             raise argument_error(kernel, name, value, "a positive finite number")
 
 
 def check_count(kernel: str, **values: Any) -> None:
     """Raise unless every value is an integer from 1 to 2**31 - 1."""
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, Integral) or not 0 < value <= MAX_COUNT:
+        whole = isinstance(value, Integral) and not isinstance(value, bool)
+        if not whole or not 0 < int(value) <= MAX_COUNT:
             raise argument_error(kernel, name, value, f"an integer from 1 to {MAX_COUNT}")
 
 
