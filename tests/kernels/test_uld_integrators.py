@@ -255,7 +255,14 @@ def divergence(name, h, lam, g=None, h_unit=None, prior=None):
 
 
 @pytest.mark.parametrize(
-    ("name", "order"), [("ee", 1), ("rmm", 1.5), ("ubu", 2), ("kbk", 2), ("quicksort", 3)]
+    ("name", "order"),
+    [
+        pytest.param("ee", 1, marks=pytest.mark.slow),
+        pytest.param("rmm", 1.5, marks=pytest.mark.slow),
+        pytest.param("ubu", 2, marks=pytest.mark.slow),
+        ("kbk", 2),
+        ("quicksort", 3),
+    ],
 )
 def test_strong_order_on_an_anharmonic_potential(x64, name, order):
     """Errors at time 2 against a fine solution driven by the same Brownian paths."""
