@@ -137,6 +137,8 @@ def psd(
     >>> float(psd(x, -x, **options).round(2))
     0.4
     """
+    if interactions not in (True, False):
+        raise ValueError(f"interactions must be True or False, got {interactions!r}")
     order = order_for(data, order, "psd", group=group)
     scored, restore = read(
         data,

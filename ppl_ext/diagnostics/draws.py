@@ -192,13 +192,21 @@ def scored_draws(
     Raises
     ------
     ValueError
-        If shapes or coordinates of draws and scores differ, a variable lacks a sample
-        dimension, there is no draw that is finite, or a weight is negative or not finite.
+        If shapes or coordinates of draws and scores differ, values are no real numbers, a
+        variable lacks a sample dimension, there is no draw that is finite, or a weight is
+        negative or not finite.
     """
     dims = _sample_dims(sample_dims)
     _check_sample_dims(draws, dims, "draws")
     _check_sample_dims(scores, dims, "scores")
     for name, array in draws.data_vars.items():
+        for values, what in ((array, "draws"), (scores[name], "scores")):
+            if values.dtype.kind not in "biuf":
+                raise ValueError(
+                    f"the {what} of {name!r} are of type {values.dtype}: real numbers are needed"
+                )
+            if 0 in [values.sizes[dim] for dim in dims]:
+                raise ValueError(f"there are no {what} of {name!r} (sizes {dict(values.sizes)})")
         if array.sizes != scores[name].sizes:
             raise ValueError(
                 f"the draws of {name!r} have shape {dict(array.sizes)}, but their scores "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -251,8 +252,8 @@ def psd_test(
         )
     if not 0 < train_fraction < 1:
         raise ValueError(f"train_fraction must be between 0 and 1, got {train_fraction}")
-    if n_boot < 1:
-        raise ValueError(f"n_boot must be at least 1, got {n_boot}")
+    if not isinstance(n_boot, Integral) or n_boot < 1:
+        raise ValueError(f"n_boot must be an integer of at least 1, got {n_boot!r}")
     order = order_for(data, order, "psd_test", group=group)
     if method == "hotelling" and order > HOTELLING_ORDER:
         raise ValueError(

@@ -143,7 +143,7 @@ def order_for(data: Any, order: int | None, caller: str, *, group: str = UNCONST
     least = 1 if scores is None else int(scores.attrs.get(_ATTRIBUTE, 1))
     if order is None:
         return max(ORDER, least)
-    if order < least:
+    if least > 1 and order < least:
         warnings.warn(
             f"{caller}: order={order} cannot see how far a Gaussian guide is from the posterior: "
             f"at its optimum the Stein features of degree 1 and 2 vanish whatever the fit. Take "

@@ -73,6 +73,11 @@ class ULD(Kernel):
     counted (`diverging`, `num_divergences`). Every draw keeps its gradient, so that Stein
     diagnostics are free. `energy_error` is the sum of the steps' energy errors; `rmm` and
     `quicksort` have none (NaN), so that only the curvature and the Stein check limit their step.
+
+    A run continued on data that move the posterior many standard deviations away keeps the step
+    size of the old posterior and may stand still, as NUTS does: call `mcmc.warmup` again.
+    `ppl_ext.to_arviz` warns of chains that stand still.
+
     Sources: arXiv 2603.02429; those of the integrators in `ppl_ext.kernels.uld_integrators`.
 
     Examples

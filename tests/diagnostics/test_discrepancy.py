@@ -179,3 +179,9 @@ def test_bad_input_is_refused_with_the_reason() -> None:
         psd(np.stack([x, x], axis=2), np.stack([x, x], axis=2), standardize="full")
     with pytest.raises(ValueError, match="no draw at which all"):
         psd(np.full((2, 50), np.nan), -x)
+    with pytest.raises(ValueError, match="draws of 'x' are of type complex128: real numbers"):
+        psd(x + 0j, -x)
+    with pytest.raises(ValueError, match="there are no draws of 'x'"):
+        psd(x[:, :0], -x[:, :0])
+    with pytest.raises(ValueError, match="interactions must be True or False, got 'yes'"):
+        psd(x, -x, interactions="yes")  # type: ignore[arg-type]

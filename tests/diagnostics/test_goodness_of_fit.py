@@ -209,7 +209,8 @@ def test_one_sample_dimension(run: Any) -> None:
     [
         ({"interactions": "some"}, 'interactions must be True, False or "auto"'),
         ({"method": "bootstrap"}, "method must be one of .*'bootstrap'"),
-        ({"n_boot": 0}, "n_boot must be at least 1"),
+        ({"n_boot": 0}, "n_boot must be an integer of at least 1, got 0"),
+        ({"n_boot": "a"}, "n_boot must be an integer of at least 1, got 'a'"),
     ],
 )
 def test_unknown_options_are_refused(options: dict[str, Any], message: str) -> None:
