@@ -116,9 +116,9 @@ def adult() -> tuple[np.ndarray, np.ndarray]:
 def timing() -> None:
     """Ratios within one run: the competitors take turns, and the medians are compared."""
     cases = {
-        "adult logistic regression": (adult(), 20),
-        "logistic regression n=500 d=100": (simulated_logistic(500, 100), 1000),
-        "Gaussian d=10,000": (None, 500),
+        "adult logistic regression": (adult(), 5),
+        "logistic regression n=500 d=100": (simulated_logistic(500, 100), 300),
+        "Gaussian d=10,000": (None, 200),
     }
     rows: dict[str, dict[str, float]] = {}
     for case, (data, steps) in cases.items():
@@ -181,7 +181,7 @@ def step_loop(
     return lambda: draw(state, *data)
 
 
-def take_turns(programs: dict[str, Callable[[], Any]], repeats: int = 15) -> dict[str, float]:
+def take_turns(programs: dict[str, Callable[[], Any]], repeats: int = 9) -> dict[str, float]:
     """Median seconds of each program."""
     for program in programs.values():
         jax.block_until_ready(program())

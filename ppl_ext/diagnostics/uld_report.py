@@ -185,14 +185,16 @@ def _report(data: Any) -> ULDReport:
     prior = np.zeros_like(precision)
     if integrator == "kbk":
         prior = np.minimum(fact("prior_precision") * inverse_mass, precision)
-    # the curvature that Lanczos met is that of the part without the prior
-    lam, m = np.append(precision, curvature), np.append(prior, 0.0)
     if adjust == "none":
         known = "obabo" if integrator == "baoab" else integrator
-        variance = stationary_covariance(known, step_size, friction, lam, m)[:, 0]
-        bias = lam * variance - 1
+        bias = np.zeros_like(precision)
+        # the draws have the biased variance: the curvature that leads to it is a fixed point
+        for _ in range(1 if integrator == "baoab" else 4):
+            bias = _relative_bias(known, step_size, friction, precision * (1 + bias), prior)
+        # the curvature met in warm-up is that of the part without the prior
+        (stiffest,) = _relative_bias(known, step_size, friction, np.array([curvature]))
     else:
-        bias = np.zeros_like(lam)
+        bias, stiffest = np.zeros_like(precision), 0.0
     try:
         pvalue = psd_test(data).pvalue
     except TooFewDrawsError:
@@ -208,10 +210,21 @@ def _report(data: Any) -> ULDReport:
         friction=float(friction),
         energy_error_variance=float(sample_stats["mean_square_error"].mean()),
         accept_prob=float(sample_stats["acceptance_rate"].mean()),
-        variance_bias=pd.Series(bias[:-1], names, name="variance_bias"),
-        worst_direction_variance_bias=float(bias[-1]),
+        variance_bias=pd.Series(bias, names, name="variance_bias"),
+        worst_direction_variance_bias=float(stiffest),
         psd_pvalue=float(pvalue),
     )
+
+
+def _relative_bias(
+    integrator: str,
+    step_size: float,
+    friction: float,
+    curvature: np.ndarray,
+    prior_precision: np.ndarray | None = None,
+) -> np.ndarray:
+    law = stationary_covariance(integrator, step_size, friction, curvature, prior_precision)
+    return curvature * law[:, 0] - 1
 
 
 def _richardson(mcmc: MCMC, data: Any, integrator: str) -> pd.DataFrame:

@@ -31,7 +31,7 @@ def run(kernel, num_samples=4000, **options):
 
 @pytest.fixture(scope="module")
 def biased():
-    """`ee` at a step size that makes variances h / (2 friction) = 20 % too large."""
+    """`ee` at a step size that makes variances 25 % too large."""
     kernel = ULD(model, integrator="ee", step_size=0.4, friction=1.0, num_steps=10)
     return run(kernel, num_chains=2, chain_method="vectorized")
 
@@ -41,11 +41,12 @@ def test_predicted_bias_is_that_of_the_draws(biased):
     report = uld_report(biased)
     draws = biased.get_samples()
     found = np.append(np.var(draws["a"], 0), np.var(draws["b"]) / 100) - 1
-    np.testing.assert_allclose(report.variance_bias, found, atol=0.08)
+    np.testing.assert_allclose(report.variance_bias, found, atol=0.06)
     assert list(report.variance_bias.index) == ["a[0]", "a[1]", "b"]
-    assert 0.15 < report.worst_variance_bias < 0.35
+    assert 0.18 < report.worst_variance_bias < 0.32
     assert report.psd_pvalue < 0.01
-    np.testing.assert_allclose([report.trace, report.condition_number], [3, 1], rtol=0.35)
+    # both exceed 3 and 1 by the bias
+    assert 3 < report.trace < 4.5 and 0.9 < report.condition_number < 1.8
     assert (report.step_size, report.friction, report.dimension) == (
         pytest.approx(0.4),
         pytest.approx(1.0),
