@@ -37,7 +37,10 @@ def biased():
 
 
 def test_predicted_bias_is_that_of_the_draws(biased):
-    """Monte Carlo error of a variance from 8,000 draws is below 2 %."""
+    """Without the allowance for the observed variance's own bias the error is 0.086.
+
+    Over 20 other seeds the largest error of the three was 0.009 to 0.083, 0.042 on average.
+    """
     report = uld_report(biased)
     draws = biased.get_samples()
     found = np.append(np.var(draws["a"], 0), np.var(draws["b"]) / 100) - 1
