@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 import xarray as xr
@@ -276,7 +277,7 @@ def _jax_or_torch_scores(log_density: Callable[..., Any], points: Any) -> Any:
     Nothing is asked of the function but to run: one that JAX cannot trace is a torch function if
     torch has been imported, which it must have been for such a function to exist.
     """
-    point = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), points)
+    point = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), points)
     try:
         value = jax.eval_shape(log_density, point)
     except Exception as error:
