@@ -116,7 +116,7 @@ def adult() -> tuple[np.ndarray, np.ndarray]:
 def timing() -> None:
     """Ratios within one run: the competitors take turns, and the medians are compared."""
     cases = {
-        "adult logistic regression": (adult(), 5),
+        "adult logistic regression": (adult(), 20),
         "logistic regression n=500 d=100": (simulated_logistic(500, 100), 300),
         "Gaussian d=10,000": (None, 200),
     }
