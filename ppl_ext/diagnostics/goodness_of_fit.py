@@ -285,7 +285,7 @@ def psd_test(
         per_feature = HOTELLING_DRAWS_PER_FEATURE if method == "hotelling" else DRAWS_PER_FEATURE
         effective = series.effective_draws(tau)
         full = SteinBasis(scored.dimension, order, True, basis)
-        if len(full) <= min(MAX_FEATURES, effective / per_feature):
+        if len(full) <= most_features(effective, per_feature):
             features, series = full, feature_series(scored, transform, full)
             mcse = series.mcse
             tau = series.autocorrelation_time(mcse)
@@ -368,6 +368,11 @@ def psd_test(
         features=table,
         warnings=tuple(notices),
     )
+
+
+def most_features(draws: float, per_feature: float = DRAWS_PER_FEATURE) -> float:
+    """Number of features beyond which `interactions="auto"` leaves out the interactions."""
+    return min(MAX_FEATURES, draws / per_feature)
 
 
 def _split(

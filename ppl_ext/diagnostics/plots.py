@@ -18,7 +18,7 @@ from ppl_ext._arviz import FilterVars
 from ppl_ext.diagnostics.batches import feature_series
 from ppl_ext.diagnostics.draws import UNCONSTRAINED, ScoredDraws, read
 from ppl_ext.diagnostics.features import Basis, FloatArray, SteinBasis
-from ppl_ext.diagnostics.goodness_of_fit import DRAWS_PER_FEATURE, MAX_FEATURES
+from ppl_ext.diagnostics.goodness_of_fit import most_features
 from ppl_ext.diagnostics.moments import Standardize, standardization
 from ppl_ext.diagnostics.svi import order_for
 
@@ -169,9 +169,7 @@ def plot_psd_order(
     caller = "plot_psd_order"
     scored = _read(data, score, caller, sample_dims, group, var_names, filter_vars, coords)
     features = SteinBasis(scored.dimension, max_order, interactions is not False, basis)
-    if interactions == "auto" and len(features) > min(
-        MAX_FEATURES, scored.n_draws / DRAWS_PER_FEATURE
-    ):
+    if interactions == "auto" and len(features) > most_features(scored.n_draws):
         features = SteinBasis(scored.dimension, max_order, False, basis)
     series = feature_series(scored, standardization(scored, standardize), features)
     degrees = np.concatenate([np.full(len(at), sum(k)) for k, at in features.patterns])

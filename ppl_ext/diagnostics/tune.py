@@ -27,7 +27,7 @@ from ppl_ext import _arviz
 from ppl_ext.diagnostics.batches import feature_series
 from ppl_ext.diagnostics.draws import UNCONSTRAINED, ScoredDraws, score_group, scored_draws
 from ppl_ext.diagnostics.features import Basis, FloatArray, SteinBasis, n_features
-from ppl_ext.diagnostics.goodness_of_fit import DRAWS_PER_FEATURE, MAX_FEATURES
+from ppl_ext.diagnostics.goodness_of_fit import most_features
 from ppl_ext.diagnostics.moments import standardization
 from ppl_ext.diagnostics.plots import pyplot
 from ppl_ext.diagnostics.scores import Groups, finite_sites, scorer
@@ -222,7 +222,7 @@ def tune(
     if interactions == "auto":
         least = min(run.n_draws for run in usable)
         count = n_features(d, order, interactions=True)
-        interactions = count <= min(MAX_FEATURES, least / DRAWS_PER_FEATURE)
+        interactions = count <= most_features(least)
     features = SteinBasis(d, order, interactions, basis)
     rows = []
     for run, took in zip(runs, seconds, strict=True):

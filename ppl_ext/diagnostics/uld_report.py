@@ -10,7 +10,7 @@ import pandas as pd
 import xarray as xr
 
 from ppl_ext import _arviz
-from ppl_ext.diagnostics.draws import UNCONSTRAINED, element_labels, score_group
+from ppl_ext.diagnostics.draws import UNCONSTRAINED, score_group, scored_draws
 from ppl_ext.diagnostics.goodness_of_fit import psd_test
 from ppl_ext.errors import TooFewDrawsError
 from ppl_ext.kernels.uld_integrators import INTEGRATORS, stationary_covariance
@@ -269,15 +269,12 @@ def _moments(draws: xr.DataArray) -> tuple[np.ndarray, ...]:
 def _coordinates(data: Any) -> tuple[xr.DataArray, list[str]]:
     """Draws (chain, draw, coordinate) in the order of the kernel's coordinates, and their names."""
     draws = _arviz.get_group(data, UNCONSTRAINED)
-    if draws is None or _arviz.get_group(data, score_group(UNCONSTRAINED)) is None:
+    scores = _arviz.get_group(data, score_group(UNCONSTRAINED))
+    if draws is None or scores is None:
         raise ValueError(
             f"The container lacks the groups '{UNCONSTRAINED}' and '{score_group(UNCONSTRAINED)}'. "
             "Convert the run with ppl_ext.to_arviz."
         )
-    columns, names = [], []
-    for name, array in draws.data_vars.items():
-        values = array.transpose("chain", "draw", ...).values.astype(np.float64)
-        columns.append(values.reshape(*values.shape[:2], -1))
-        names += element_labels(name, array.isel(chain=0, draw=0, drop=True))
+    found = scored_draws(draws, scores, ("chain", "draw"))
     dims = ("chain", "draw", "coordinate")
-    return xr.DataArray(np.concatenate(columns, -1), dims=dims), names
+    return xr.DataArray(found.draws.astype(np.float64), dims=dims), found.labels

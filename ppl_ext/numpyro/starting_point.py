@@ -9,13 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from numpyro.distributions import ExpandedDistribution, Independent, MaskedDistribution, Unit
+from numpyro.distributions import MaskedDistribution, Unit
 from numpyro.handlers import seed, substitute, trace
 from numpyro.infer.gibbs import GIBBS_SITES_KWARG, prototype_trace
 from numpyro.util import not_jax_tracer
 
 from ppl_ext.errors import InitializationError, UnsupportedModelError
-from ppl_ext.numpyro.target import family
+from ppl_ext.numpyro.target import family, unwrapped
 from ppl_ext.target import Array, PyTree, Target
 
 
@@ -82,7 +82,7 @@ def check_observations(
         if message["type"] != "sample" or not message["is_observed"]:
             continue
         distribution, value = message["fn"], message["value"]
-        if _masked(distribution) or isinstance(distribution, Unit):
+        if isinstance(unwrapped(distribution), (MaskedDistribution, Unit)):
             continue
         numbers = isinstance(value, (jax.Array, np.ndarray, np.generic, int, float))
         if not numbers or jnp.dtype(getattr(value, "dtype", float)).kind not in "biuf":
@@ -99,12 +99,6 @@ def check_observations(
                 f"Observed site '{name}' has {int(outside.sum())} values outside the support of "
                 f"its distribution {family(distribution)}. Check the data."
             )
-
-
-def _masked(distribution: Any) -> bool:
-    while isinstance(distribution, (Independent, ExpandedDistribution)):
-        distribution = distribution.base_dist
-    return isinstance(distribution, MaskedDistribution)
 
 
 def check_density(

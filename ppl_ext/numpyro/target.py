@@ -14,6 +14,7 @@ from numpyro.distributions import (
     Delta,
     ExpandedDistribution,
     Independent,
+    MaskedDistribution,
     Normal,
     Unit,
     constraints,
@@ -158,13 +159,17 @@ def _describe(message: Mapping[str, Any]) -> Site:
 
 def family(distribution: Any) -> str:
     """Name of a distribution without the wrappers that expand, mask or group it."""
-    while type(distribution).__name__ in (
-        "ExpandedDistribution",
-        "Independent",
-        "MaskedDistribution",
-    ):
-        distribution = distribution.base_dist
+    distribution = unwrapped(distribution)
+    while isinstance(distribution, MaskedDistribution):
+        distribution = unwrapped(distribution.base_dist)
     return type(distribution).__name__
+
+
+def unwrapped(distribution: Any) -> Any:
+    """The distribution without the wrappers that expand it or group its dimensions."""
+    while isinstance(distribution, (Independent, ExpandedDistribution)):
+        distribution = distribution.base_dist
+    return distribution
 
 
 def _innermost(support: Any) -> Any:
@@ -213,9 +218,7 @@ def _gaussian_prior(
         means, precisions = {}, {}
         for site in latent:
             message = messages[site.name]
-            normal = message["fn"]
-            while isinstance(normal, Independent | ExpandedDistribution):
-                normal = normal.base_dist
+            normal = unwrapped(message["fn"])
             mean = precision = jnp.zeros(site.unconstrained_shape)
             if isinstance(normal, Normal) and message.get("scale") is None:
                 loc, scale = jnp.broadcast_arrays(normal.loc, normal.scale)
