@@ -2,7 +2,6 @@
 
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tarfile
@@ -30,28 +29,20 @@ def output(*arguments, cwd, **environment):
     return result.stdout
 
 
-@pytest.mark.parametrize("module", ["ppl_ext", "ppl_ext.numpyro"])
-def test_import_pulls_in_nothing_heavy(module, tmp_path):
+def loaded_modules(module, folder):
     code = f"import json, sys, {module}; print(json.dumps(sorted(sys.modules)))"
-    loaded = set(json.loads(output("-c", code, cwd=tmp_path)))
-    assert module in loaded
-    assert not loaded & {"torch", "matplotlib", "arviz", "arviz_base", "pandas"}
+    return set(json.loads(output("-c", code, cwd=folder)))
 
 
-def test_import_time(tmp_path):
-    # processor time, which other processes disturb less than the clock; both in turn, so that a
-    # slow minute hits both; medians. `ppl_ext.numpyro` is what a user imports
-    code = "import time; start = time.process_time(); import {}; print(time.process_time() - start)"
-    modules = ("numpyro", "ppl_ext", "ppl_ext.numpyro")
-    for module in modules:
-        output("-c", code.format(module), cwd=tmp_path)  # writes and caches the bytecode
-    times = {module: [] for module in modules}
-    for _ in range(3):
-        for module in modules:
-            times[module].append(float(output("-c", code.format(module), cwd=tmp_path)))
-    median = {module: statistics.median(seconds) for module, seconds in times.items()}
-    assert median["ppl_ext"] < 1.5 * median["numpyro"]
-    assert median["ppl_ext.numpyro"] < 1.5 * median["numpyro"]
+def test_import_loads_nothing_that_numpyro_does_not(tmp_path):
+    # so that the import stays cheap. What is loaded is compared rather than timed: a time depends
+    # on the machine
+    numpyro = loaded_modules("numpyro", tmp_path)
+    for module in ("ppl_ext", "ppl_ext.numpyro"):
+        added = loaded_modules(module, tmp_path) - numpyro
+        assert module in added
+        packages = {name.partition(".")[0] for name in added}
+        assert packages - sys.stdlib_module_names == {"ppl_ext"}
 
 
 @pytest.fixture(scope="module")

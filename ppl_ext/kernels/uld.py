@@ -43,7 +43,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.scipy.linalg import solve_triangular
-from scipy import stats
+from scipy import special
 
 from ppl_ext.kernels.uld_integrators import INTEGRATORS, Integrator, Noise, Phase, System
 from ppl_ext.target import Array, PyTree, Target
@@ -585,7 +585,7 @@ def _check_stein(
     average = sums.total / STEIN_BATCHES
     variance = (sums.square / STEIN_BATCHES - average**2) / (STEIN_BATCHES - 1)
     level = STEIN_LEVEL / (windows * (2 * size + 1) * 2)
-    error = float(stats.t.isf(level, STEIN_BATCHES - 1)) * jnp.sqrt(jnp.maximum(variance, 0.0))
+    error = -float(special.stdtrit(STEIN_BATCHES - 1, level)) * jnp.sqrt(jnp.maximum(variance, 0.0))
     # the variance of a coordinate is twice as biased as its standard deviation
     tolerance = settings.bias_tolerance * np.repeat([1.0, 2.0], [size, size + 1]).astype(dtype)
     visible = jnp.any(jnp.abs(average) > error + tolerance)
