@@ -81,6 +81,20 @@ class Target:
     gaussian_prior : callable, optional
         `gaussian_prior(*args, **kwargs)`: means and precisions, each in the structure of `z`, of
         the sites whose prior is normal with constant parameters; zeros for the other sites.
+    observation : callable, optional
+        `observation(z, *args, **kwargs)`: mean and noise covariance of all observed numbers at the
+        unconstrained `z`, in the order of the model: shape (n,), and (n,) or (n, n). Where a
+        distribution has no covariance, the inverse Fisher information of its mean.
+    prior_covariance : callable, optional
+        `prior_covariance(*args, **kwargs)`: covariance of the flat unconstrained vector under the
+        prior, shape (size,) or (size, size): exact for normal priors with constant parameters, for
+        mixtures of them within the components, else from draws and without correlations.
+    prior_draw : callable, optional
+        `prior_draw(key, *args, **kwargs)`: unconstrained draw from the prior; a site with an
+        improper prior is uniform on (-2, 2).
+    log_prior : callable, optional
+        `log_prior(z, *args, **kwargs)`: log density of the unconstrained `z` under the prior alone,
+        with the Jacobian and without factors.
     """
 
     language: str
@@ -91,6 +105,10 @@ class Target:
     constrain_sites: Callable[..., dict[str, Array]]
     unconstrain_sites: Callable[..., PyTree]
     gaussian_prior: Callable[..., tuple[PyTree, PyTree]] | None = None
+    observation: Callable[..., tuple[Array, Array]] | None = None
+    prior_covariance: Callable[..., Array] | None = None
+    prior_draw: Callable[..., PyTree] | None = None
+    log_prior: Callable[..., Array] | None = None
 
     @property
     def size(self) -> int:
@@ -149,6 +167,11 @@ class Target:
             constrain_sites=_bound(self.constrain_sites, args, kwargs),
             unconstrain_sites=_bound(self.unconstrain_sites, args, kwargs),
             gaussian_prior=self.gaussian_prior and partial(self.gaussian_prior, *args, **kwargs),
+            observation=self.observation and _bound(self.observation, args, kwargs),
+            prior_covariance=self.prior_covariance
+            and partial(self.prior_covariance, *args, **kwargs),
+            prior_draw=self.prior_draw and _bound(self.prior_draw, args, kwargs),
+            log_prior=self.log_prior and _bound(self.log_prior, args, kwargs),
         )
 
     def refusal_of_continuous_kernel(self, kernel: str) -> str | None:

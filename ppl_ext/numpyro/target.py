@@ -9,23 +9,31 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.scipy.linalg import block_diag
 from numpyro import validation_enabled
 from numpyro.distributions import (
+    Cauchy,
     Delta,
     ExpandedDistribution,
     Independent,
     MaskedDistribution,
+    MixtureSameFamily,
+    MultivariateNormal,
     Normal,
+    StudentT,
     Unit,
     constraints,
 )
 from numpyro.distributions.transforms import biject_to
-from numpyro.handlers import seed, substitute, trace
+from numpyro.handlers import block, seed, substitute, trace
 from numpyro.infer.gibbs import prototype_trace
 from numpyro.infer.util import constrain_fn, potential_energy, unconstrain_fn
 
 from ppl_ext.errors import UnsupportedModelError
 from ppl_ext.target import Array, Plate, PyTree, Site, Target
+
+# draws of the prior for the scales of what is not normal
+_PRIOR_DRAWS = 1000
 
 _BOUNDS = ("lower_bound", "upper_bound")
 _VALUE_NEEDED = (
@@ -88,6 +96,10 @@ def target(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Target:
         constrain_sites=partial(_constrain, model),
         unconstrain_sites=partial(_unconstrain, model),
         gaussian_prior=partial(_gaussian_prior, model, sites),
+        observation=partial(_observation, model),
+        prior_covariance=partial(_prior_covariance, model, sites),
+        prior_draw=partial(_prior_draw, model),
+        log_prior=partial(_log_prior, model),
     )
 
 
@@ -229,3 +241,134 @@ def _gaussian_prior(
         return means, precisions
 
     return replay()
+
+
+def _observation(model: Callable, z: PyTree, *args: Any, **kwargs: Any) -> tuple[Array, Array]:
+    """Means of the observed sites, flat, and their covariance (or the inverse Fisher matrix)."""
+    seeded = seed(model, jax.random.key(0))
+    values = constrain_fn(seeded, args, kwargs, z)
+    messages = trace(substitute(seeded, data=values)).get_trace(*args, **kwargs)
+    means, covariances = [], []
+    for name, message in messages.items():
+        distribution = message.get("fn")
+        if message["type"] != "sample" or not message["is_observed"]:
+            continue
+        if isinstance(distribution, Unit):
+            continue
+        shape = jnp.shape(message["value"])
+        try:
+            mean, covariance = _mean_and_covariance(distribution)
+        except (NotImplementedError, AttributeError) as error:
+            raise UnsupportedModelError(
+                f"Observed site '{name}' ({family(distribution)}) has no mean or variance, from "
+                "which the prediction of an operator could be read. Give the prediction as the "
+                "mean of a Normal or StudentT site, or sample without correction."
+            ) from error
+        means.append(jnp.broadcast_to(mean, shape).ravel())
+        if covariance.ndim != 2 or distribution.batch_shape or len(shape) != 1:
+            covariance = jnp.broadcast_to(covariance, shape).ravel()
+        covariances.append(covariance)
+    if not means:
+        raise UnsupportedModelError(
+            "The model has no observed site, from which the prediction of an operator could be "
+            "read. Write the likelihood as a sample site with `obs=`, not as a factor."
+        )
+    return jnp.concatenate(means), _block_diagonal(covariances)
+
+
+def _mean_and_covariance(distribution: Any) -> tuple[Array, Array]:
+    base = unwrapped(distribution)
+    while isinstance(base, MaskedDistribution):
+        base = unwrapped(base.base_dist)
+    if isinstance(base, MultivariateNormal) and not distribution.batch_shape:
+        return base.mean, base.covariance_matrix
+    # of the location: the inverse Fisher information
+    if isinstance(base, StudentT):
+        return base.loc, base.scale**2 * (base.df + 3) / (base.df + 1)
+    if isinstance(base, Cauchy):
+        return base.loc, 2 * base.scale**2
+    return distribution.mean, distribution.variance
+
+
+def _block_diagonal(blocks: list[Array]) -> Array:
+    """The vectors joined, or the matrix, if any block is one."""
+    if all(block.ndim == 1 for block in blocks):
+        return jnp.concatenate(blocks)
+    return block_diag(*(jnp.diag(b) if b.ndim == 1 else b for b in blocks))
+
+
+def _prior_covariance(model: Callable, sites: tuple[Site, ...], *args: Any, **kwargs: Any) -> Array:
+    """Covariance of the unconstrained sites under the prior, in the order of their names."""
+    latent = {site.name: site for site in sites if site.unconstrained_shape is not None}
+
+    @jax.jit  # so that the likelihood, which is not needed, is removed and not run
+    def replay() -> Array:
+        unknown = {name: jnp.full(site.shape, jnp.nan) for name, site in latent.items()}
+        with validation_enabled(False):
+            known = trace(seed(substitute(model, data=unknown), jax.random.key(0))).get_trace(
+                *args, **kwargs
+            )
+        draws = jax.vmap(lambda key: _prior_draw(model, key, *args, **kwargs))(
+            jax.random.split(jax.random.key(0), _PRIOR_DRAWS)
+        )
+        blocks = []
+        for name in sorted(latent):
+            spread = jnp.var(draws[name].reshape(_PRIOR_DRAWS, -1), 0)
+            exact = _normal_covariance(known[name]["fn"], latent[name].shape)
+            if exact is None:
+                blocks.append(spread)
+            elif exact.ndim == 1:
+                blocks.append(jnp.where(jnp.isfinite(exact), exact, spread))
+            else:
+                blocks.append(jnp.where(jnp.isfinite(exact), exact, jnp.diag(spread)))
+        return _block_diagonal(blocks)
+
+    return replay()
+
+
+def _normal_covariance(distribution: Any, shape: tuple[int, ...]) -> Array | None:
+    """Covariance of a normal distribution; of a mixture of them, that within the components."""
+    base = unwrapped(distribution)
+    if isinstance(base, MixtureSameFamily):
+        parts, weights = unwrapped(base.component_distribution), base.mixing_distribution.probs
+        if isinstance(parts, MultivariateNormal) and not distribution.batch_shape:
+            return jnp.einsum("k,kij->ij", weights, parts.covariance_matrix)
+        if isinstance(parts, Normal):
+            # components are the last batch dimension
+            variance = base.component_distribution.variance
+            axis = base.mixture_dim - base.event_dim
+            weights = weights.reshape(weights.shape + (1,) * base.event_dim)
+            variance = jnp.sum(weights * variance, axis)
+            return jnp.broadcast_to(variance, shape).ravel()
+        return None
+    if isinstance(base, MultivariateNormal):
+        covariance = base.covariance_matrix
+        if not distribution.batch_shape:
+            return covariance
+        count = int(np.prod(shape[:-1]))
+        blocks = jnp.broadcast_to(covariance, (*shape[:-1], *covariance.shape[-2:]))
+        return block_diag(*blocks.reshape(count, *covariance.shape[-2:]))
+    if isinstance(base, Normal):
+        return jnp.broadcast_to(base.variance, shape).ravel()
+    return None
+
+
+def _log_prior(model: Callable, z: PyTree, *args: Any, **kwargs: Any) -> Array:
+    jacobians = {f"_{name}_log_det" for name in z}
+
+    def hidden(message: Mapping[str, Any]) -> bool:
+        observed = message["type"] == "sample" and message["is_observed"]
+        return observed and message["name"] not in jacobians
+
+    return -potential_energy(block(model, hide_fn=hidden), args, kwargs, z)
+
+
+def _prior_draw(model: Callable, key: Array, *args: Any, **kwargs: Any) -> PyTree:
+    """Unconstrained values of a draw from the prior; an improper one is drawn from (-2, 2)."""
+    messages = prototype_trace(model, key, args, kwargs)
+    values = {
+        name: message["value"]
+        for name, message in messages.items()
+        if message["type"] == "sample" and not message["is_observed"]
+    }
+    return unconstrain_fn(model, args, kwargs, values)
