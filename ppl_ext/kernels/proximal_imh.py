@@ -253,7 +253,8 @@ def step(state: State, problem: Problem, settings: Settings) -> State:
         state = state._replace(inner=inner)
     else:
         empty = state.used == settings.batch_size
-        state = _run_if(empty, lambda s: refill(key_propose, s, problem, settings), state)
+        fill = lambda pair: (pair[0], refill(*pair, problem, settings))  # noqa: E731
+        _, state = _run_if(empty, fill, (key_propose, state))
         candidate = jax.tree.map(lambda leaf: leaf[state.used], state.batch)
         state = state._replace(used=state.used + 1)
     uniform = jax.random.uniform(key_uniform, dtype=state.log_q.dtype)
@@ -886,6 +887,11 @@ def _run_if(condition: Array, function: Callable[[Any], Any], operand: Any) -> A
     A loop of one or no turn: unlike `lax.cond`, it costs nothing under `vmap` when no chain
     needs it.
     """
-    return jax.lax.fori_loop(
-        0, condition.astype(jnp.int32), lambda _, value: function(value), operand
-    )
+
+    def body(i: Array, value: Any) -> Any:
+        # depends on the turn: else XLA moves what does not change over the turns out of the loop,
+        # and runs it always
+        _, value = jax.lax.optimization_barrier((i, value))
+        return function(value)
+
+    return jax.lax.fori_loop(0, condition.astype(jnp.int32), body, operand)
