@@ -10,15 +10,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ppl_ext.black_box import BlackBox as BlackBox
     from ppl_ext.convert import to_arviz as to_arviz
     from ppl_ext.registry import available as available
     from ppl_ext.registry import explain as explain
 
 __version__ = "0.1.0"
-__all__ = ["available", "explain", "to_arviz"]
+__all__ = ["BlackBox", "available", "explain", "to_arviz"]
 
 # ArviZ and pandas are imported when first needed: `import ppl_ext` stays as cheap as NumPyro
 _HOME = {
+    "BlackBox": "ppl_ext.black_box",
     "available": "ppl_ext.registry",
     "explain": "ppl_ext.registry",
     "to_arviz": "ppl_ext.convert",
