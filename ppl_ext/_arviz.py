@@ -136,3 +136,12 @@ def ess(series: xr.DataArray) -> xr.DataArray:
     """Return the effective sample size for the mean of each series in (chain, draw, ...)."""
     found: xr.Dataset = arviz().ess(series.to_dataset(name="series"), method="mean")
     return found["series"]
+
+
+def pareto_k(log_weights: Any) -> float:
+    """Return the Pareto shape of the largest of importance weights (PSIS)."""
+    values = xr.DataArray(log_weights, dims=["sample"])
+    if has_inference_data():
+        return float(arviz().psislw(values.values)[1])
+    arviz()  # which registers the accessor
+    return float(values.azstats.psislw(dim="sample")[1])

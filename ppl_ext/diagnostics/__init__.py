@@ -5,6 +5,7 @@ if __name__ != "ppl_ext.diagnostics":
 
 from ppl_ext.diagnostics.discrepancy import psd
 from ppl_ext.diagnostics.goodness_of_fit import PSDTest, psd_test
+from ppl_ext.diagnostics.imh_report import IMHReport, imh_report
 from ppl_ext.diagnostics.ksd import ksd
 from ppl_ext.diagnostics.plots import plot_psd, plot_psd_order
 from ppl_ext.diagnostics.scores import attach_scores
@@ -15,6 +16,7 @@ from ppl_ext.diagnostics.uld_report import ULDReport, uld_report
 from ppl_ext.errors import MissingScoresError, TooFewDrawsError
 
 __all__ = [
+    "IMHReport",
     "MissingScoresError",
     "PSDTest",
     "TooFewDrawsError",
@@ -22,6 +24,7 @@ __all__ = [
     "ULDReport",
     "attach_scores",
     "from_svi",
+    "imh_report",
     "ksd",
     "plot_psd",
     "plot_psd_order",
