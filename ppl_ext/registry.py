@@ -56,7 +56,7 @@ class Entry:
     example : callable
         `example()`: a model with an exact answer, for the conformance tests.
     options : dict
-        Keyword arguments for the kernel on `example()`.
+        Keyword arguments for the kernel in the conformance tests.
     gibbs_block, potential_fn : bool
         Whether the kernel works as a block of `numpyro.infer.Gibbs`, and without a model.
     """

@@ -1,5 +1,6 @@
 """Kernels for `numpyro.infer.MCMC`."""
 
+from ppl_ext.numpyro.proximal_imh import ProximalIMH
 from ppl_ext.numpyro.uld import ULD
 
-__all__ = ["ULD"]
+__all__ = ["ULD", "ProximalIMH"]

@@ -8,6 +8,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 
+from ppl_ext.numpyro.proximal_imh import ProximalIMH
 from ppl_ext.numpyro.uld import ULD
 from ppl_ext.registry import Entry, Example
 
@@ -47,4 +48,21 @@ def uld() -> Entry:
         source="arXiv 2603.02429",
         refusal=lambda target: target.refusal_of_continuous_kernel("ULD"),
         example=normal_with_known_variances,
+    )
+
+
+def proximal_imh() -> Entry:
+    """Proximal independent Metropolis-Hastings."""
+    return Entry(
+        name="ProximalIMH",
+        language="numpyro",
+        kernel=ProximalIMH,
+        models="continuous sites, full data, an exact and a cheap operator",
+        exact=True,
+        source="arXiv 2602.21426",
+        refusal=lambda target: target.refusal_of_continuous_kernel("ProximalIMH"),
+        example=normal_with_known_variances,
+        # the models of the conformance tests have no operator
+        options={"approx": {}},
+        potential_fn=False,
     )

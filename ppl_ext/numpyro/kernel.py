@@ -29,8 +29,8 @@ from ppl_ext.target import Array, PyTree, Target, potential_target
 class Kernel(MCMCKernel):
     """Adaptor between an algorithm on a `Target` and NumPyro's drivers.
 
-    A subclass implements `_init` and `_step` for one chain. Data reach them through the target,
-    which is bound anew at each call, so that no data set is remembered.
+    A subclass implements `_init`, `_step` and `_refresh` for one chain. Data reach them through the
+    target, which is bound anew at each call, so that no data set is remembered.
     """
 
     sample_field = "z"
@@ -62,15 +62,15 @@ class Kernel(MCMCKernel):
     # --- the algorithm -----------------------------------------------------------------------
 
     @abstractmethod
-    def _init(self, rng_key: Array, z: PyTree, target: Target) -> Any:
+    def _init(self, rng_key: Array, z: PyTree, target: Any) -> Any:
         """State of one chain at the unconstrained sites `z`."""
 
     @abstractmethod
-    def _step(self, state: Any, target: Target) -> Any:
+    def _step(self, state: Any, target: Any) -> Any:
         """Next state of one chain."""
 
     @abstractmethod
-    def _refresh(self, state: Any, target: Target) -> Any:
+    def _refresh(self, state: Any, target: Any) -> Any:
         """The same point of one chain with everything cached about the data computed again."""
 
     @abstractmethod
@@ -92,7 +92,7 @@ class Kernel(MCMCKernel):
         model_args: tuple,
         model_kwargs: dict[str, Any] | None,
     ) -> Any:
-        model_kwargs = model_kwargs or {}
+        model_kwargs = self.all_kwargs(model_kwargs)
         self._num_warmup = num_warmup
         batched = not is_prng_key(rng_key)
         if self._model is None:
@@ -112,15 +112,26 @@ class Kernel(MCMCKernel):
             split = jax.vmap(jax.random.split)(rng_key) if batched else jax.random.split(rng_key)
             rng_key, key_start = (split[:, 0], split[:, 1]) if batched else split
             z = self._start(key_start, init_params, batched, model_args, model_kwargs)
-        bound = self._target.bind(*model_args, **model_kwargs)
-        start = lambda key, z: self._init(key, z, bound)  # noqa: E731
+        bound = self._bind(self._target, model_args, model_kwargs)
         # one program compiles much faster than its operations one by one
-        state = jax.jit(jax.vmap(start) if batched else start)(rng_key, z)
+        state = jax.jit(lambda key, z: self._init_chains(key, z, bound, batched))(rng_key, z)
         if not_jax_tracer(state.potential_energy):
             check_density(state, self._model, self._target, model_args, model_kwargs)
         # MCMC calls `init` again before every run unless it finds this attribute set
         self._sample_fn = self._sample
         return state
+
+    def all_kwargs(self, model_kwargs: dict[str, Any] | None) -> dict[str, Any]:
+        """Keyword arguments with which the kernel calls the model."""
+        return model_kwargs or {}
+
+    def _bind(self, target: Target, model_args: tuple, model_kwargs: dict[str, Any]) -> Any:
+        """What `_init`, `_step` and `_refresh` are given: the target with its data."""
+        return target.bind(*model_args, **model_kwargs)
+
+    def _init_chains(self, rng_key: Array, z: PyTree, bound: Any, batched: bool) -> Any:
+        start = lambda key, z: self._init(key, z, bound)  # noqa: E731
+        return (jax.vmap(start) if batched else start)(rng_key, z)
 
     def _start(
         self,
@@ -167,14 +178,14 @@ class Kernel(MCMCKernel):
 
     def _per_chain(
         self,
-        function: Callable[[Any, Target], Any],
+        function: Callable[[Any, Any], Any],
         state: Any,
         model_args: tuple,
         model_kwargs: dict[str, Any] | None,
     ) -> Any:
-        model_kwargs = model_kwargs or {}
+        model_kwargs = self.all_kwargs(model_kwargs)
         target = self._current_target(state, model_args, model_kwargs)
-        bound = target.bind(*model_args, **model_kwargs)
+        bound = self._bind(target, model_args, model_kwargs)
         one = lambda state: function(state, bound)  # noqa: E731
         return one(state) if is_prng_key(state.rng_key) else jax.vmap(one)(state)
 
@@ -203,7 +214,7 @@ class Kernel(MCMCKernel):
     def postprocess_fn(self, model_args: tuple, model_kwargs: dict[str, Any] | None) -> Any:
         if self._target is None:
             return identity
-        return self._target.bind(*model_args, **(model_kwargs or {})).constrain_sites
+        return self._target.bind(*model_args, **self.all_kwargs(model_kwargs)).constrain_sites
 
     # --- what `to_arviz` calls -----------------------------------------------------------------
 

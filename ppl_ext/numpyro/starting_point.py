@@ -108,11 +108,14 @@ def check_density(
     model_args: tuple,
     model_kwargs: dict[str, Any],
 ) -> None:
-    """Raise `InitializationError` unless energy and gradient are finite in every chain."""
+    """Raise `InitializationError` unless energy and gradient are finite in every chain.
+
+    The state of a kernel without gradients has none.
+    """
     finite = jnp.isfinite(state.potential_energy)
     grad_finite = {
         jax.tree_util.keystr(path, simple=True): bool(jnp.isfinite(leaf).all())
-        for path, leaf in jax.tree_util.tree_leaves_with_path(state.z_grad)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(getattr(state, "z_grad", {}))
     }
     if bool(finite.all()) and all(grad_finite.values()):
         return

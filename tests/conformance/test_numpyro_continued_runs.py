@@ -52,7 +52,7 @@ def test_a_transition_keeps_structure_and_dtype_of_the_state(entry, wide):
     expected = jnp.dtype(jnp.float64 if wide else jnp.float32)
 
     def run(y, key):
-        kernel = entry.kernel(location)
+        kernel = entry.kernel(location, **entry.options)
         before = kernel.init(key, 5, None, (y,), {})
         after = kernel.sample(before, (y,), {})
         again = kernel.refresh(after, (y,), {})
@@ -69,7 +69,7 @@ def test_a_transition_keeps_structure_and_dtype_of_the_state(entry, wide):
 
 
 def test_run_goes_on_after_warmup_without_another_start(entry):
-    kernel = entry.kernel(location)
+    kernel = entry.kernel(location, **entry.options)
     starts = count_calls(kernel, "init")
     mcmc = make(kernel)
     mcmc.warmup(jax.random.key(0), Y)
@@ -83,7 +83,7 @@ def test_run_goes_on_after_warmup_without_another_start(entry):
 def test_equal_keys_give_equal_draws_and_chains_differ(entry):
     draws = []
     for seed in (0, 0, 1):
-        mcmc = make(entry.kernel(location))
+        mcmc = make(entry.kernel(location, **entry.options))
         mcmc.run(jax.random.key(seed), Y)
         draws.append(mcmc.get_samples(group_by_chain=True)["mu"])
     np.testing.assert_array_equal(draws[0], draws[1])
@@ -91,7 +91,7 @@ def test_equal_keys_give_equal_draws_and_chains_differ(entry):
 
 
 def test_data_of_the_same_shape_are_compiled_once(entry):
-    kernel = entry.kernel(location)
+    kernel = entry.kernel(location, **entry.options)
     transitions = count_calls(kernel, "sample")
     mcmc = make(kernel, jit_model_args=True)
     mcmc.run(jax.random.key(0), jnp.asarray(Y))
@@ -102,7 +102,7 @@ def test_data_of_the_same_shape_are_compiled_once(entry):
 
 
 def test_a_pickled_run_goes_on_like_the_original(entry):
-    mcmc = make(entry.kernel(location))
+    mcmc = make(entry.kernel(location, **entry.options))
     mcmc.run(jax.random.key(0), Y)
     copy = pickle.loads(pickle.dumps(mcmc))
     draws = []
@@ -118,14 +118,16 @@ def test_a_pickled_run_goes_on_like_the_original(entry):
 def test_progress_bars_of_parallel_chains_change_no_draw(entry, progress_bar_possible, capsys):
     draws = []
     for shown in (True, False):
-        mcmc = make(entry.kernel(location), progress_bar=shown, chain_method="parallel")
+        mcmc = make(
+            entry.kernel(location, **entry.options), progress_bar=shown, chain_method="parallel"
+        )
         mcmc.run(jax.random.key(0), Y)
         draws.append(mcmc.get_samples()["mu"])
     np.testing.assert_allclose(*draws, rtol=2e-4)
 
 
 def test_fields_can_be_added_and_left_out(entry):
-    mcmc = make(entry.kernel(location))
+    mcmc = make(entry.kernel(location, **entry.options))
     mcmc.run(jax.random.key(0), Y, extra_fields=("~z.mu", "i"))
     assert set(mcmc.get_samples()) == {"sigma"}
     assert mcmc.get_extra_fields(group_by_chain=True)["i"].tolist() == [[*range(21, 41)]] * 2
@@ -139,7 +141,7 @@ def test_normal_truncated_by_a_factor(entry, outside):
         x = numpyro.sample("x", dist.Normal(0, 1))
         numpyro.factor("wall", jnp.where(x > -0.5, 0.0, outside))
 
-    mcmc = make(entry.kernel(model), num_warmup=300, num_samples=3000)
+    mcmc = make(entry.kernel(model, **entry.options), num_warmup=300, num_samples=3000)
     mcmc.run(jax.random.key(0))
     x = np.asarray(mcmc.get_samples()["x"], np.float64)
     exact = stats.truncnorm(-0.5, np.inf)
