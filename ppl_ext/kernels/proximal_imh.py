@@ -253,7 +253,7 @@ def step(state: State, problem: Problem, settings: Settings) -> State:
         state = state._replace(inner=inner)
     else:
         empty = state.used == settings.batch_size
-        fill = lambda pair: (pair[0], refill(*pair, problem, settings))  # noqa: E731
+        fill = lambda pair: (pair[0], refill(pair[0], pair[1], problem, settings))  # noqa: E731
         _, state = _run_if(empty, fill, (key_propose, state))
         candidate = jax.tree.map(lambda leaf: leaf[state.used], state.batch)
         state = state._replace(used=state.used + 1)
@@ -346,17 +346,31 @@ def refill(key: Array, state: State, problem: Problem, settings: Settings) -> St
 
     # the maps in chunks, for their Jacobians; the exact energies at once, for host operators
     numbers = max(fit.mode.size * max(fit.noise_scale.shape[0], 1), 1)
-    batch = jax.lax.map(make, (drawn, prior), batch_size=max(1, min(size, MAX_CHUNK // numbers)))
+    chunk = max(1, MAX_CHUNK // numbers)
+    if size <= chunk:
+        batch = jax.vmap(make)((drawn, prior))
+    else:
+        batch = jax.lax.map(make, (drawn, prior), batch_size=chunk)
     energy = jax.vmap(lambda z: _potential(problem.exact, z))(batch.z)
     batch = batch._replace(potential_energy=energy.astype(batch.log_q.dtype))
     return state._replace(batch=batch, used=jnp.zeros_like(state.used))
 
 
+def block_refresh(state: State, problem: Problem, settings: Settings, num_warmup: int) -> State:
+    """The same point for new values of the other blocks of a Gibbs sampler.
+
+    Map and base are found again after 1, 2, 4, ... transitions of warm-up, since those of the start
+    may belong to values that are far from typical. Then they are kept: any fixed ones are valid.
+    """
+    again = (state.i & (state.i - 1) == 0) & (state.i < num_warmup)
+    state = _run_if(again, lambda s: restart(s, problem, settings), state)
+    return _run_if(~again, lambda s: refresh(s, problem, settings), state)
+
+
 def refresh(state: State, problem: Problem, settings: Settings) -> State:
     """The same point with energy and proposal density for the problem's data; `fit` is kept.
 
-    For a block of a Gibbs sampler: any fixed map and base are valid, so that they are not found
-    again. Proposals made ahead are dropped.
+    Proposals made ahead are dropped.
     """
     x = problem.exact.ravel(state.z)
     energy = problem.exact.potential_energy(state.z).astype(state.potential_energy.dtype)
@@ -376,7 +390,7 @@ def restart(state: State, problem: Problem, settings: Settings) -> State:
     """The same point with everything found again for the problem's data."""
     fit = jax.tree.map(
         lambda new, old: new.astype(old.dtype),
-        find_fit(problem.exact.ravel(state.z), problem, settings),
+        find_fit(problem.exact.ravel(state.z), problem, settings, state.fit.prior_scale),
         state.fit,
     )
     state = refresh(state._replace(fit=fit), problem, settings)
@@ -701,15 +715,20 @@ def _argmin_map(
 # --- what is found once for each data set ----------------------------------------------------
 
 
-def find_fit(start: Array, problem: Problem, settings: Settings) -> Fit:
-    """Scales, the cheap posterior's mode and Hessian from `start`, and A linearised."""
+def find_fit(
+    start: Array, problem: Problem, settings: Settings, prior_scale: Array | None = None
+) -> Fit:
+    """Scales, the cheap posterior's mode and Hessian from `start`, and A linearised.
+
+    `prior_scale` is that of an earlier fit, which serves any data.
+    """
     dtype = jnp.result_type(start, jnp.float32)
     size = start.size
-    assert problem.approx.prior_covariance is not None
-    if settings.weight is None:
-        prior_scale = _root(problem.approx.prior_covariance().astype(dtype))
-    else:
+    if settings.weight is not None:
         prior_scale = _inverse_root(jnp.asarray(settings.weight, dtype))
+    elif prior_scale is None:
+        assert problem.approx.prior_covariance is not None
+        prior_scale = _root(problem.approx.prior_covariance().astype(dtype))
     energy = lambda u: _potential(problem.approx, _times(prior_scale, u))  # noqa: E731
     u, hessian, _, _ = minimise(energy, _solve(prior_scale, start.astype(dtype)))
     mode = _times(prior_scale, u)

@@ -119,8 +119,8 @@ class ProximalIMH(Kernel):
     proposal does not reach are not sampled. `ppl_ext.diagnostics.imh_report` tells how good the
     proposals are. A rejected proposal without finite weight is counted as `diverging`.
 
-    In a block of `numpyro.infer.Gibbs` the map and the proposal stay those of the start, and
-    proposals are made one at a time.
+    In a block of `numpyro.infer.Gibbs` the map and the Laplace proposal are found anew a few times
+    in warm-up and then kept, and proposals are made one at a time.
 
     Source: arXiv 2602.21426; densities in `ppl_ext.kernels.proximal_imh`.
 
@@ -374,7 +374,7 @@ class ProximalIMH(Kernel):
         return imh.step(state, bound.problem, bound.settings)
 
     def _refresh(self, state: imh.State, bound: _Bound) -> imh.State:
-        return imh.refresh(state, bound.problem, bound.settings)
+        return imh.block_refresh(state, bound.problem, bound.settings, self._num_warmup)
 
     def get_diagnostics_str(self, state: imh.State) -> str:
         """Correction and acceptance probability, for the progress bar."""
