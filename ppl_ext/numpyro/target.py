@@ -257,7 +257,7 @@ def _observation(model: Callable, z: PyTree, *args: Any, **kwargs: Any) -> tuple
             continue
         shape = jnp.shape(message["value"])
         try:
-            mean, covariance = _mean_and_covariance(distribution)
+            mean, covariance = map(jnp.asarray, _mean_and_covariance(distribution))
         except (NotImplementedError, AttributeError) as error:
             raise UnsupportedModelError(
                 f"Observed site '{name}' ({family(distribution)}) has no mean or variance, from "
@@ -276,7 +276,7 @@ def _observation(model: Callable, z: PyTree, *args: Any, **kwargs: Any) -> tuple
     return jnp.concatenate(means), _block_diagonal(covariances)
 
 
-def _mean_and_covariance(distribution: Any) -> tuple[Array, Array]:
+def _mean_and_covariance(distribution: Any) -> tuple[Any, Any]:
     base = unwrapped(distribution)
     while isinstance(base, MaskedDistribution):
         base = unwrapped(base.base_dist)

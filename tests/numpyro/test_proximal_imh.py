@@ -168,6 +168,7 @@ def noisy_reference():
     return sums / total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["alone", "gibbs"])
 def test_noise_scale_and_constrained_sites(how):
     """Against integration; five standard errors at an effective size of 700 (measured: 900)."""
@@ -201,9 +202,11 @@ def normal_of_the_cheap_posterior():
     return dist.MultivariateNormal(jnp.asarray(mean), jnp.asarray(1.2 * covariance))
 
 
-@pytest.mark.parametrize(
-    "kind", ["distribution", "guide", "mean field", "draws", "kernel", "local"]
-)
+SLOW = ["guide", "mean field", "draws", "kernel", "local"]
+KINDS = ["distribution", *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_proposal_gives_the_exact_posterior(kind):
     options = {}
     normal = normal_of_the_cheap_posterior()
@@ -231,6 +234,7 @@ def test_every_proposal_gives_the_exact_posterior(kind):
     check(mcmc.get_samples()["x"], 1000)
 
 
+@pytest.mark.slow
 def test_draws_after_the_last_given_one_are_nan():
     normal = normal_of_the_cheap_posterior()
     z = normal.sample(jax.random.key(5), (20,))
@@ -369,8 +373,8 @@ def test_prior_scales_are_exact_for_normal_priors_and_drawn_for_others():
     covariance = target(priors).bind().prior_covariance()
     np.testing.assert_allclose(covariance[:2, :2], COVARIANCE)
     diagonal = np.diag(covariance)
-    np.testing.assert_allclose(diagonal[2], 0.25, rtol=1e-6)
-    # E tau^2, and the variance of a logistic variable, from 1000 draws
+    # log(tau), E tau^2, and the variance of a logistic variable, from 1000 draws
+    np.testing.assert_allclose(diagonal[2], 0.25, rtol=0.25)
     np.testing.assert_allclose(diagonal[3], np.exp(0.5), rtol=0.25)
     np.testing.assert_allclose(diagonal[5], np.pi**2 / 3, rtol=0.25)
     np.testing.assert_allclose(diagonal[4], 0.25 * 1 + 0.75 * 4, rtol=1e-6)
