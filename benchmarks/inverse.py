@@ -46,14 +46,15 @@ def acceptance() -> None:
     rows = np.sort(rng.choice(n, 20, replace=False))
     covariance = np.linalg.inv(np.eye(n) + 2e-3 * laplacian)
     covariance /= covariance.diagonal().mean()
-    truth = np.linalg.cholesky(covariance) @ rng.standard_normal(n)
+    root = np.linalg.cholesky(covariance)
+    truth = root @ rng.standard_normal(n)
     noise = 0.02 * np.abs(exact[rows] @ truth).max()
     y = exact[rows] @ truth + noise * rng.standard_normal(20)
     walk = np.cumsum(rng.standard_normal(n))
     walk /= np.abs(walk).max()
 
     def model(y: Any, operator: Any = exact) -> None:
-        x = numpyro.sample("x", dist.MultivariateNormal(jnp.zeros(n), covariance))
+        x = numpyro.sample("x", dist.MultivariateNormal(0.0, scale_tril=root))
         u = numpyro.deterministic("u", operator @ x)
         numpyro.sample("y", dist.Normal(u[rows], noise).to_event(1), obs=y)
 
@@ -269,11 +270,12 @@ def picture() -> None:
     exact = blur(0.05 * (1 + 0.1 * points[:, 0]), 1 + 0.15 * points[:, 1], 2 * points[:, 0])
     cheap = blur(0.0525 * one, one, 0 * one)
     rng = np.random.default_rng(0)
-    truth = np.linalg.cholesky(covariance) @ rng.normal(size=side**2)
+    root = np.linalg.cholesky(covariance)
+    truth = root @ rng.normal(size=side**2)
     y = exact @ truth + noise * rng.normal(size=len(seen))
 
     def model(y: Any, blur: Any = exact) -> None:
-        x = numpyro.sample("x", dist.MultivariateNormal(jnp.zeros(side**2), covariance))
+        x = numpyro.sample("x", dist.MultivariateNormal(0.0, scale_tril=root))
         numpyro.sample("y", dist.Normal(blur @ x, noise).to_event(1), obs=y)
 
     kernel = ProximalIMH(model, approx={"blur": cheap}, correction="affine", batch_size=100)
