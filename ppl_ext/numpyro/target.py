@@ -342,7 +342,9 @@ def _normal_covariance(distribution: Any, shape: tuple[int, ...]) -> Array | Non
             return jnp.broadcast_to(variance, shape).ravel()
         return None
     if isinstance(base, MultivariateNormal):
-        covariance = base.covariance_matrix
+        # XLA would multiply constants while it compiles, which takes minutes at 1,000 dimensions
+        root = jax.lax.optimization_barrier(base.scale_tril)
+        covariance = root @ jnp.swapaxes(root, -1, -2)
         if not distribution.batch_shape:
             return covariance
         count = int(np.prod(shape[:-1]))
