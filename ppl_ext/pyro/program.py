@@ -14,8 +14,10 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
@@ -189,20 +191,33 @@ def record(
         draws random numbers, turns the value of an input into a Python number (control flow), or
         does what cannot be recorded.
     """
+    try:
+        return _record(function, inputs, in_place=False)
+    except _WriteInPlace:
+        return _record(function, inputs, in_place=True)
+
+
+class _WriteInPlace(Exception):
+    """The function writes into a tensor that depends on an input, or was read before."""
+
+
+def _record(function: Callable, inputs: Mapping[str, torch.Tensor], in_place: bool) -> Recording:
     tensors = {name: value.detach().clone() for name, value in inputs.items()}
+    names: list[str] = []
 
     def flat(*values: torch.Tensor) -> list[torch.Tensor]:
         found = function(dict(zip(inputs, values, strict=True)))
         names.extend(found)
         return list(found.values())
 
-    names: list[str] = []
-    recorder = _Recorder(tensors)
-    # the functionalised run sees every write in place as a new value
+    recorder = _Recorder(tensors, in_place)
+    # a functionalised run turns every write in place into a new tensor; not the first choice,
+    # because constants in it cannot be read by Python
+    run = torch.func.functionalize(flat) if in_place else flat
     try:
-        with pyro.validation_enabled(False), recorder:
-            outputs = torch.func.functionalize(flat)(*tensors.values())
-    except TracingError:
+        with pyro.validation_enabled(False), recorder.refuse_custom_gradients(), recorder:
+            outputs = run(*tensors.values())
+    except (TracingError, _WriteInPlace):
         raise
     except Exception as error:
         raise TracingError(
@@ -220,8 +235,9 @@ class _Recorder(TorchDispatchMode):
         # or PyTorch would import its compiler, which takes seconds, at the first operation
         return False
 
-    def __init__(self, inputs: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, inputs: Mapping[str, torch.Tensor], in_place: bool) -> None:
         super().__init__()
+        self.in_place = in_place
         self.inputs = {name: _result(x) for name, x in inputs.items()}
         # tensors are known by identity: each is held here, so that no id is used again
         self.held: list[torch.Tensor] = []
@@ -262,6 +278,8 @@ class _Recorder(TorchDispatchMode):
                 f"at {_line()} ({function}): JAX would know it for one draw only. Use "
                 "torch.where in place of `if`, and tensors in place of numbers."
             )
+        if function._schema.is_mutable:
+            raise _WriteInPlace
         if function in _INDEXING:
             args = self.without_masks(function, args)
         name = str(function).removeprefix("aten.").removesuffix(".default")
@@ -286,6 +304,23 @@ class _Recorder(TorchDispatchMode):
         for x in [out] if single else out:
             self.name(x)
         return out
+
+    @contextmanager
+    def refuse_custom_gradients(self) -> Iterator[None]:
+        """A torch.autograd.Function hides its backward pass from the record."""
+        original = torch.autograd.Function.apply
+
+        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+            if any(id(x) in self.values or torch._is_functional_tensor(x) for x in tensors):
+                raise TracingError(
+                    f"The model uses a gradient of its own, the torch.autograd.Function "
+                    f"'{cls.__name__}', at {_line()}. Write it with tensor operations."
+                )
+            return original.__func__(cls, *args, **kwargs)  # type: ignore[attr-defined]
+
+        with patch.object(torch.autograd.Function, "apply", classmethod(apply)):
+            yield
 
     def refer(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -334,6 +369,8 @@ class _Recorder(TorchDispatchMode):
     def finish(self, outputs: Mapping[str, torch.Tensor]) -> Recording:
         for tensor, version in zip(self.constant_tensors, self.versions, strict=True):
             if tensor._version != version:
+                if not self.in_place:
+                    raise _WriteInPlace
                 raise TracingError(
                     "The model changes a tensor in place that it did not create (shape "
                     f"{tuple(tensor.shape)}). Clone the tensor in the model first."
@@ -457,9 +494,9 @@ def _of_model(filename: str) -> bool:
 
 
 def _line() -> str:
-    """File and line of the innermost frame, below `record`, that belongs to no library."""
+    """File and line of the innermost frame, below `_record`, that belongs to no library."""
     frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_code is not record.__code__:
+    while frame is not None and frame.f_code is not _record.__code__:
         if _of_model(frame.f_code.co_filename):
             return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
         frame = frame.f_back

@@ -73,7 +73,7 @@ RECIPES = {
         T(-1.0, -0.3),
     ),
     "ContinuousBernoulli": (lambda a, b, c: dist.ContinuousBernoulli(a / (a + b)), None),
-    "Delta": (lambda a, b, c: dist.Delta(a, log_density=b), T(7.0)[0]),
+    "Delta": (lambda a, b, c: dist.Delta(T(7.0)[0], log_density=b), T(7.0)[0]),
     "Dirichlet": (lambda a, b, c: dist.Dirichlet(torch.stack([a, b, c])), None),
     "DirichletMultinomial": (
         lambda a, b, c: dist.DirichletMultinomial(torch.stack([a, b, c]), 6),
@@ -118,7 +118,8 @@ RECIPES = {
     "GeneralizedPareto": (lambda a, b, c: dist.GeneralizedPareto(a, b, c), T(9.0)),
     "Geometric": (lambda a, b, c: dist.Geometric(a / (a + b)), T(3.0)),
     "GroupedNormalNormal": (
-        lambda a, b, c: dist.GroupedNormalNormal(a, b, c, torch.tensor([0, 1, 1])),
+        lambda a, b, c: dist.GroupedNormalNormal(
+            torch.stack([a, a]), torch.stack([b, b]), c, torch.tensor([0, 1, 1])),
         T(0.1, 0.7, -0.4),
     ),
     "Gumbel": (lambda a, b, c: dist.Gumbel(a, b), None),
@@ -188,7 +189,7 @@ RECIPES = {
         lambda a, b, c: dist.MixtureSameFamily(
             dist.Categorical(torch.stack([a, b])), dist.Normal(torch.stack([b, -c]), a)
         ),
-        None,
+        T(0.3)[0],
     ),
     "Multinomial": (lambda a, b, c: dist.Multinomial(6, torch.stack([a, b, c])), T(1.0, 2.0, 3.0)),
     "MultivariateNormal": (
@@ -226,7 +227,10 @@ RECIPES = {
     ),
     "Pareto": (lambda a, b, c: dist.Pareto(a, b), T(9.0)),
     "Poisson": (lambda a, b, c: dist.Poisson(a), T(0.0, 3.0)),
-    "ProjectedNormal": (lambda a, b, c: dist.ProjectedNormal(torch.stack([a, b, c])), None),
+    "ProjectedNormal": (
+        lambda a, b, c: dist.ProjectedNormal(torch.stack([a, b, c])),
+        T(0.6, 0.0, 0.8),
+    ),
     "RelaxedBernoulli": (lambda a, b, c: dist.RelaxedBernoulli(a, logits=b - c), None),
     "RelaxedBernoulliStraightThrough": (
         lambda a, b, c: dist.RelaxedBernoulliStraightThrough(a, logits=b - c),
@@ -272,7 +276,10 @@ RECIPES = {
     "VonMises": (lambda a, b, c: dist.VonMises(a, b), None),
     "VonMises3D": (lambda a, b, c: dist.VonMises3D(torch.stack([a, b, c])), T(0.6, 0.0, 0.8)),
     "Weibull": (lambda a, b, c: dist.Weibull(a, b), None),
-    "Wishart": (lambda a, b, c: dist.Wishart(a + 2, tril(b) @ tril(b).mT), None),
+    "Wishart": (
+        lambda a, b, c: dist.Wishart(a + 2, tril(b) @ tril(b).mT),
+        EYE * 0.7 + 0.1,
+    ),
     "ZeroInflatedDistribution": (
         lambda a, b, c: dist.ZeroInflatedDistribution(dist.Poisson(a), gate=b / (b + c)),
         T(0.0, 3.0),
@@ -287,8 +294,15 @@ RECIPES = {
     ),
 }
 
-# their densities are refused, with these words
-REFUSED = {}
+# refused, with these words, where a latent variable is an argument
+REFUSED = {
+    "CoalescentTimesWithRate": "autograd.Function '_SafeLog'",
+    "DiscreteHMM": "autograd.Function '_SafeLog'",
+    "NanMaskedMultivariateNormal": r"tolist\(\) shouldn't be called",
+    "SineBivariateVonMises": "as a Python number",
+    "SineSkewed": "as a Python number",
+    "StableWithLogProb": "as a Python number",
+}
 
 # no density in Pyro itself: abstract classes, samplers, draws
 WITHOUT_DENSITY = {
@@ -301,6 +315,9 @@ WITHOUT_DENSITY = {
     "TorchDistribution",
 }
 
+# PyTorch raises in the backward pass of Pyro's density
+WITHOUT_GRADIENT = {"GaussianScaleMixture"}
+
 EVERY = {
     name
     for name in dist.__all__
@@ -308,12 +325,20 @@ EVERY = {
 }
 
 
+@pytest.fixture
+def float64():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
 def test_every_distribution_is_here():
-    assert EVERY == set(RECIPES) | set(REFUSED) | WITHOUT_DENSITY
+    assert EVERY == set(RECIPES) | WITHOUT_DENSITY
 
 
+@pytest.mark.filterwarnings("ignore:.*LKJCorrCholesky:FutureWarning")
 @pytest.mark.parametrize("name", sorted(RECIPES))
-def test_density_and_gradient_are_pytorchs(name, x64):
+def test_density_and_gradient_are_pytorchs(name, x64, float64):
     make, observed = RECIPES[name]
     start = {"parameters": T(0.2, -0.3, 0.4)}
     if observed is None:
@@ -331,6 +356,10 @@ def test_density_and_gradient_are_pytorchs(name, x64):
         jacobian = to_support.log_abs_det_jacobian(inputs["z"], value)
         return {"log_density": d.log_prob(value).sum() + jacobian.sum()}
 
+    if name in REFUSED:
+        with pytest.raises(TracingError, match=REFUSED[name]):
+            record(log_density, start)
+        return
     with pyro.validation_enabled(False):
         recording = record(log_density, start)
         constants = [to_jax(c) for c in recording.constants]
@@ -340,10 +369,14 @@ def test_density_and_gradient_are_pytorchs(name, x64):
         for shift in (0.0, 0.3):
             inputs = {k: (v + shift).detach().requires_grad_() for k, v in start.items()}
             expected = log_density(inputs)["log_density"]
-            gradients = torch.autograd.grad(expected, list(inputs.values()), allow_unused=True)
+            gradients = [None] * len(inputs)
+            if expected.requires_grad and name not in WITHOUT_GRADIENT:
+                gradients = torch.autograd.grad(expected, list(inputs.values()), allow_unused=True)
             value, gradient = f({k: to_jax(v) for k, v in inputs.items()})
-            assert np.isfinite(value)
+            assert not np.isnan(value)
             np.testing.assert_allclose(value, expected.item(), rtol=1e-9)
+            if name in WITHOUT_GRADIENT:
+                continue
             for key, g in zip(inputs, gradients, strict=True):
                 g = torch.zeros_like(inputs[key]) if g is None else g
                 np.testing.assert_allclose(gradient[key], g.numpy(), rtol=1e-7, atol=1e-9)
