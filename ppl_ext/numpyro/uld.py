@@ -7,8 +7,9 @@ from typing import Any, Literal
 
 from numpyro.infer.initialization import init_to_uniform
 
+from ppl_ext.arguments import argument_error, check_choice, check_positive
 from ppl_ext.kernels import uld
-from ppl_ext.numpyro.kernel import Kernel, argument_error, check_choice, check_positive
+from ppl_ext.numpyro.kernel import Kernel
 from ppl_ext.target import Array, PyTree, Target
 
 

@@ -111,6 +111,15 @@ class Program:
     def __hash__(self) -> int:
         return hash(self.key)
 
+    def float_dtypes(self) -> set[str]:
+        """Names of the floating and complex dtypes in use."""
+        results = [*self.inputs.values(), *self.constants]
+        for operation in self.operations:
+            single = isinstance(operation.results, Result)
+            results.extend([operation.results] if single else operation.results)
+        dtypes = {jnp.dtype(result.dtype) for result in results}
+        return {str(d) for d in dtypes if jnp.issubdtype(d, jnp.inexact)}
+
     def evaluate(
         self, inputs: Mapping[str, jax.Array], constants: Sequence[jax.Array]
     ) -> dict[str, jax.Array]:
@@ -217,7 +226,14 @@ def _record(function: Callable, inputs: Mapping[str, torch.Tensor], in_place: bo
     try:
         with pyro.validation_enabled(False), recorder.refuse_custom_gradients(), recorder:
             outputs = run(*tensors.values())
-    except (TracingError, _WriteInPlace):
+    except _WriteInPlace as error:
+        if not in_place:
+            raise
+        raise TracingError(
+            f"The model writes into a tensor at {_line_of(error)} that shares its memory with "
+            "others. Clone the tensor first, or build the result by torch.where or torch.stack."
+        ) from error
+    except TracingError:
         raise
     except Exception as error:
         raise TracingError(
@@ -278,8 +294,9 @@ class _Recorder(TorchDispatchMode):
                 f"at {_line()} ({function}): JAX would know it for one draw only. Use "
                 "torch.where in place of `if`, and tensors in place of numbers."
             )
+        written = None
         if function._schema.is_mutable:
-            raise _WriteInPlace
+            function, written = self.without_write(function, args), args[0]
         if function in _INDEXING:
             args = self.without_masks(function, args)
         name = str(function).removeprefix("aten.").removesuffix(".default")
@@ -287,7 +304,10 @@ class _Recorder(TorchDispatchMode):
             decomposed = self.decompose(function, args, kwargs)
             if decomposed is not NotImplemented:
                 return decomposed
-        out = function(*args, **kwargs)
+        if written is None:
+            out = function(*args, **kwargs)
+        else:
+            out = written.copy_(function(*args, **kwargs))
         refs = tree_map(self.refer, (args, kwargs))
         single = isinstance(out, torch.Tensor)
         self.operations.append(
@@ -346,6 +366,21 @@ class _Recorder(TorchDispatchMode):
                 return table[function](*args, **kwargs)
         with self:
             return function.decompose(*args, **kwargs)
+
+    def without_write(self, function: Any, args: tuple) -> Any:
+        """The operation that gives as a new tensor what `function` writes into its first argument.
+
+        Only for a traced tensor of which there is no view; else the run is functionalised.
+        """
+        written = args[0]
+        storage = written.untyped_storage().data_ptr()
+        alone = id(written) in self.values and not any(
+            x is not written and x.untyped_storage().data_ptr() == storage for x in self.held
+        )
+        packet = getattr(aten, function._opname.removesuffix("_"), None)
+        if not alone or not function._opname.endswith("_") or packet is None:
+            raise _WriteInPlace
+        return getattr(packet, function._overloadname)
 
     def without_masks(self, function: Any, args: tuple) -> tuple:
         """Arguments of an indexing operation with constant masks as integer indices."""

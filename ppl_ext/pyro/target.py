@@ -78,22 +78,7 @@ def target(model: Callable[..., Any], *args: Any, **kwargs: Any) -> PyroTarget:
     >>> round(float(t.log_density(jnp.array([1.0]), y)), 3)  # -1 - log(2 pi)
     -2.838
     """
-    posterior = Posterior(model, args, kwargs)
-    return PyroTarget(
-        language="pyro",
-        sites=posterior.sites,
-        plates=posterior.plates,
-        structure={
-            site.name: site.unconstrained_shape
-            for site in posterior.sites
-            if site.unconstrained_shape is not None
-        },
-        potential_energy=_Recorded(posterior, "potential_energy"),
-        constrain_sites=_Recorded(posterior, "constrain"),
-        unconstrain_sites=_Recorded(posterior, "unconstrain"),
-        log_likelihood_sites=_Recorded(posterior, "log_likelihood"),
-        observed_values=posterior.observed_values,
-    )
+    return Posterior(model, args, kwargs).target()
 
 
 class Posterior:
@@ -105,11 +90,13 @@ class Posterior:
         args: tuple,
         kwargs: dict[str, Any],
         transforms: Mapping[str, Any] | None = None,
+        init_strategy: Callable[..., Any] = init_to_uniform,
     ) -> None:
         if not callable(model):
             raise TypeError(f"`model` must be a callable Pyro program, got {type(model).__name__}.")
         self.model, self.args, self.kwargs = model, args, kwargs
-        self.trace = self._run(model)
+        self.init_strategy = init_strategy
+        self.trace = self._run()
         self.values = {
             name: node["value"].detach()
             for name, node in self._samples(self.trace)
@@ -132,8 +119,34 @@ class Posterior:
 
     # --- what the model is -------------------------------------------------------------------
 
-    def _run(self, model: Callable[..., Any]) -> Any:
+    def target(self) -> PyroTarget:
+        """The target of this model."""
+        return PyroTarget(
+            language="pyro",
+            sites=self.sites,
+            plates=self.plates,
+            structure={
+                site.name: site.unconstrained_shape
+                for site in self.sites
+                if site.unconstrained_shape is not None
+            },
+            potential_energy=_Recorded(self, "potential_energy"),
+            constrain_sites=_Recorded(self, "constrain"),
+            unconstrain_sites=_Recorded(self, "unconstrain"),
+            log_likelihood_sites=_Recorded(self, "log_likelihood"),
+            observed_values=self.observed_values,
+        )
+
+    def _run(self) -> Any:
+        """Trace of the model at values of the init strategy."""
+
+        def start(site: Mapping[str, Any]) -> torch.Tensor:
+            if site["fn"].support.is_discrete or _family(site["fn"]) == "Delta":
+                return site["fn"].sample()
+            return self.init_strategy(site)
+
         with poutine.block(), torch.no_grad():
+            model = InitMessenger(start)(self.model)
             return poutine.trace(model).get_trace(*self.args, **self.kwargs)
 
     @staticmethod
@@ -180,7 +193,7 @@ class Posterior:
 
         A site whose bounds are tensors is marked; this compares them at other values.
         """
-        again = dict(self._samples(self._run(InitMessenger(init_to_uniform)(self.model))))
+        again = dict(self._samples(self._run()))
         before = dict(self._samples(self.trace))
         for site in self.sites:
             if site.dynamic_support and not all(
@@ -222,7 +235,7 @@ class Posterior:
         """Unconstrained values of the first run of the model."""
         return {name: t(self.values[name]).detach() for name, t in self.transforms.items()}
 
-    def initial_params(self, num_chains: int, init_strategy: Callable[..., Any]) -> Tensors:
+    def initial_params(self, num_chains: int) -> Tensors:
         """Unconstrained starting values by Pyro's search, with a leading axis of `num_chains`.
 
         Raises
@@ -237,20 +250,19 @@ class Posterior:
                 self.kwargs,
                 transforms=dict(self.transforms),
                 num_chains=num_chains,
-                init_strategy=init_strategy,
+                init_strategy=self.init_strategy,
             )
         except ValueError as error:
             if "valid initial params" not in str(error):
                 raise
-            raise InitializationError(self._describe_failure(init_strategy)) from error
+            raise InitializationError(self._describe_failure()) from error
         if num_chains == 1:
             params = {name: value[None] for name, value in params.items()}
         return {name: value.detach() for name, value in params.items()}
 
-    def _describe_failure(self, init_strategy: Callable[..., Any]) -> str:
+    def _describe_failure(self) -> str:
         guilty = []
-        trace = self._run(InitMessenger(init_strategy)(self.model))
-        for name, node in self._samples(trace):
+        for name, node in self._samples(self._run()):
             log_prob = node["fn"].log_prob(node["value"])
             bad = int((~torch.isfinite(log_prob)).sum())
             if bad:
@@ -324,35 +336,9 @@ class _Recorded:
         return found["potential_energy"] if self.name == "potential_energy" else found
 
 
-def bound_target(posterior: Posterior, function: Callable[[PyTree, Any], Array]) -> Target:
-    """The target of the unconstrained values alone, for kernels.
-
-    `function(z, data)` is the potential energy; `data` is the argument of the callables.
-    """
-    structure = {
-        site.name: site.unconstrained_shape
-        for site in posterior.sites
-        if site.unconstrained_shape is not None
-    }
-    return Target(
-        language="pyro",
-        sites=posterior.sites,
-        plates=posterior.plates,
-        structure=structure,
-        potential_energy=function,
-        constrain_sites=_itself,
-        unconstrain_sites=_itself,
-    )
-
-
-def _itself(z: Any, *_: Any, **__: Any) -> Any:
-    return z
-
-
 def _fingerprint(args: tuple, kwargs: dict[str, Any]) -> list[Any]:
     """What tells data from other data: the objects, and for tensors their version."""
-    leaves = tree_leaves((args, kwargs))
-    return [_Same(leaf) for leaf in leaves]
+    return [len(args), *sorted(kwargs), *map(_Same, tree_leaves((args, sorted(kwargs.items()))))]
 
 
 class _Same:

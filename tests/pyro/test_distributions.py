@@ -277,7 +277,7 @@ RECIPES = {
     "VonMises3D": (lambda a, b, c: dist.VonMises3D(torch.stack([a, b, c])), T(0.6, 0.0, 0.8)),
     "Weibull": (lambda a, b, c: dist.Weibull(a, b), None),
     "Wishart": (
-        lambda a, b, c: dist.Wishart(a + 2, tril(b) @ tril(b).mT),
+        lambda a, b, c: dist.Wishart(T(4.0)[0], tril(b) @ tril(b).mT),
         EYE * 0.7 + 0.1,
     ),
     "ZeroInflatedDistribution": (
