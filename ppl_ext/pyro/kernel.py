@@ -75,7 +75,10 @@ class Prepared:
         self.like = one
         with precision_and_device(self.double, self.like):
             dtype = jax.numpy.result_type(float)
-            z = {name: jax.numpy.array(x.cpu().numpy(), dtype) for name, x in starts.items()}
+            z = {
+                name: jax.numpy.array(x.cpu().numpy(), dtype if x.is_floating_point() else None)
+                for name, x in starts.items()
+            }
             compiled = runner(
                 kernel.algorithm,
                 potential,
@@ -199,7 +202,7 @@ class Kernel(MCMCKernel):
     def _keep_statistics(self) -> None:
         # a block never straddles the end of warm-up
         if self._position and self._t > self._warmup_steps:
-            self._kept.append({k: v[: self._position] for k, v in self._fields.items()})
+            self._kept.append(jax.tree.map(lambda v: v[: self._position], self._fields))
 
     def logging(self) -> OrderedDict[str, str]:
         """Step size and mean acceptance probability, for the progress bar."""
@@ -252,7 +255,7 @@ def summarise(statistics: dict[str, np.ndarray]) -> dict[str, Any]:
 def _concatenate(blocks: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     if not blocks:
         return {}
-    return {name: np.concatenate([b[name] for b in blocks]) for name in blocks[0]}
+    return jax.tree.map(lambda *parts: np.concatenate(parts), *blocks)
 
 
 def _check_start(chain: Chain) -> None:

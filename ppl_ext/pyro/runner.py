@@ -72,16 +72,16 @@ class Runner:
             init = jax.vmap(init, (0, 0, None))
             step = jax.vmap(step, (0, None))
 
-        @partial(jax.jit, static_argnames=("capacity", "thinning"))
+        @partial(jax.jit, static_argnames="capacity")
         def block(
-            state: Any, data: PyTree, count: Array, capacity: int, thinning: int
+            state: Any, data: PyTree, count: Array, thinning: Array | None, capacity: int
         ) -> tuple[Any, Any]:
             shapes = jax.eval_shape(collect, state)
             buffers = jax.tree.map(lambda s: jnp.zeros((capacity, *s.shape), s.dtype), shapes)
 
             def body(i: Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
                 state, buffers = carry
-                if thinning == 1:
+                if thinning is None:
                     state = step(state, data)
                 else:
                     state = jax.lax.fori_loop(0, thinning, lambda _, s: step(s, data), state)
@@ -101,11 +101,15 @@ class Runner:
         return int(np.clip(BUFFER_BYTES // max(size, 1), 1, MAX_BLOCK))
 
     def block(
-        self, state: Any, data: PyTree, count: int, capacity: int, thinning: int = 1
+        self, state: Any, data: PyTree, count: int, capacity: int, thinning: int | None = None
     ) -> tuple[Any, dict[str, Any]]:
-        """`count` kept draws, each after `thinning` transitions; axis 0 of each field."""
+        """`count` kept draws, each after `thinning` transitions; axis 0 of each field.
+
+        `thinning=None` is one transition in a program of its own, without the inner loop.
+        """
+        inner = None if thinning is None else jnp.asarray(thinning, jnp.int32)
         state, buffers = self._block(
-            state, data, jnp.asarray(count, jnp.int32), capacity=capacity, thinning=thinning
+            state, data, jnp.asarray(count, jnp.int32), inner, capacity=capacity
         )
         return state, jax.tree.map(lambda b: np.asarray(b)[:count], buffers)
 
@@ -122,7 +126,7 @@ class Chain:
         self.capacity = runner.capacity(self.state)
         self.count = 1
 
-    def draw(self, limit: int | None = None, thinning: int = 1) -> dict[str, Any]:
+    def draw(self, limit: int | None = None, thinning: int | None = None) -> dict[str, Any]:
         """The next block of draws, at most `limit` of them."""
         count = min(self.count, self.capacity, limit or self.capacity)
         started = time.perf_counter()
