@@ -7,13 +7,12 @@ once for each function of the target that is used (`ppl_ext.pyro.program`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pyro
 import torch
@@ -79,6 +78,20 @@ def target(model: Callable[..., Any], *args: Any, **kwargs: Any) -> PyroTarget:
     -2.838
     """
     return Posterior(model, args, kwargs).target()
+
+
+def declares_sites(model: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether a model is written in Pyro: it declares a site there before it ends or fails."""
+    if isinstance(model, torch.nn.Module):
+        return True
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), poutine.block():
+        trace = poutine.trace(model)
+        # what goes wrong in the model, its own front end will say
+        with suppress(Exception):
+            trace(*args, **kwargs)
+    return any(
+        node["type"] in ("sample", "param") for node in trace.trace.nodes.values()
+    )
 
 
 class Posterior:
@@ -159,7 +172,9 @@ class Posterior:
 
     def _describe(self, name: str, node: Mapping[str, Any]) -> Site:
         shape = tuple(node["value"].shape)
-        plates = tuple(frame.name for frame in reversed(node["cond_indep_stack"]))
+        # from left to right, as their axes are; a plate that is a loop has no axis
+        frames = sorted(node["cond_indep_stack"], key=lambda frame: frame.dim or -1000)
+        plates = tuple(frame.name for frame in frames)
         if node["infer"].get("_deterministic"):
             return Site(name, "deterministic", shape, plates=plates)
         distribution = node["fn"]
@@ -306,7 +321,8 @@ class Posterior:
     def recording(self, name: str) -> Recording:
         """The recording of one of the functions above."""
         if name == "potential_energy":
-            return record(lambda z: {"potential_energy": self.potential_fn(z)}, self.start)
+            potential_fn = self.potential_fn
+            return record(lambda z: {"potential_energy": potential_fn(z)}, self.start)
         if name == "unconstrain":
             return record(self.unconstrain, {n: self.values[n] for n in self.transforms})
         return record(getattr(self, name), self.start)
