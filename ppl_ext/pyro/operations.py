@@ -74,7 +74,6 @@ def _binary(function: Function) -> Function:
 
 
 for _name, _function in {
-    "abs": jnp.abs,
     "acos": jnp.arccos,
     "acosh": jnp.arccosh,
     "asin": jnp.arcsin,
@@ -176,6 +175,13 @@ for _names, _function in {
     ("igammac", "special_gammaincc"): special.gammaincc,
 }.items():
     operation(*_names)(_binary(_function))
+
+
+@operation("abs")
+def _abs(out: Result, x: Array) -> Array:
+    # PyTorch's gradient at zero is zero, JAX's is one
+    size = jnp.abs(x)
+    return jnp.where(size == 0, 0, size)
 
 
 @operation("add.Tensor", "add.Scalar")
@@ -298,7 +304,7 @@ def _same(out: Result, x: Array, **_: Any) -> Array:
     return x
 
 
-operation("_conj", "conj_physical")(lambda out, x: jnp.conj(x))
+operation("_conj", "conj_physical", "_conj_physical")(lambda out, x: jnp.conj(x))
 operation("real")(lambda out, x: jnp.real(x))
 operation("imag")(lambda out, x: jnp.imag(x))
 operation("angle")(lambda out, x: jnp.angle(x))
@@ -457,7 +463,10 @@ def _vector_norm(
         return jnp.min(jnp.abs(x), axis=axes, keepdims=keepdim)
     if ord == 0:
         return jnp.sum(x != 0, axis=axes, keepdims=keepdim).astype(out.dtype)
-    total = jnp.sum(x**2 if ord == 2 else jnp.abs(x) ** ord, axis=axes, keepdims=keepdim)
+    size = x if ord == 2 else _abs(out, x)
+    total = jnp.sum(size if ord == 1 else size**ord, axis=axes, keepdims=keepdim)
+    if ord == 1:
+        return total
     # PyTorch's gradient of a vanishing norm is zero, not NaN
     safe = jnp.where(total == 0, 1.0, total)
     root = jnp.sqrt(safe) if ord == 2 else safe ** (1 / ord)

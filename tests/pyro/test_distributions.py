@@ -20,6 +20,9 @@ from torch.distributions import biject_to, constraints, transforms
 from ppl_ext.errors import TracingError
 from ppl_ext.pyro.program import record, to_jax
 
+# compiles a hundred programs
+pytestmark = pytest.mark.slow
+
 T = lambda *values: torch.tensor(values, dtype=torch.float64)  # noqa: E731
 EYE = torch.eye(2, dtype=torch.float64)
 ROW = T(0.3, -0.2)
