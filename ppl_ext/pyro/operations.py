@@ -136,9 +136,9 @@ for _names, _function in {
     ("logical_and",): jnp.logical_and,
     ("logical_or",): jnp.logical_or,
     ("logical_xor",): jnp.logical_xor,
-    ("bitwise_and.Tensor", "bitwise_and.Scalar", "__and__.Tensor"): jnp.bitwise_and,
-    ("bitwise_or.Tensor", "bitwise_or.Scalar", "__or__.Tensor"): jnp.bitwise_or,
-    ("bitwise_xor.Tensor", "bitwise_xor.Scalar", "__xor__.Tensor"): jnp.bitwise_xor,
+    ("bitwise_and.Tensor", "bitwise_and.Scalar"): jnp.bitwise_and,
+    ("bitwise_or.Tensor", "bitwise_or.Scalar"): jnp.bitwise_or,
+    ("bitwise_xor.Tensor", "bitwise_xor.Scalar"): jnp.bitwise_xor,
     ("eq.Tensor", "eq.Scalar"): jnp.equal,
     ("ne.Tensor", "ne.Scalar"): jnp.not_equal,
     ("lt.Tensor", "lt.Scalar"): jnp.less,
@@ -149,13 +149,13 @@ for _names, _function in {
     operation(*_names)(_predicate(_function))
 
 for _names, _function in {
-    ("mul.Tensor", "mul.Scalar"): jnp.multiply,
-    ("div.Tensor", "div.Scalar", "true_divide.Tensor"): jnp.true_divide,
-    ("floor_divide", "floor_divide.Scalar"): jnp.floor_divide,
+    ("mul.Tensor"): jnp.multiply,
+    ("div.Tensor"): jnp.true_divide,
+    ("floor_divide"): jnp.floor_divide,
     ("remainder.Tensor", "remainder.Scalar", "remainder.Scalar_Tensor"): jnp.remainder,
     ("fmod.Tensor", "fmod.Scalar"): jnp.fmod,
-    ("maximum", "max.other"): jnp.maximum,
-    ("minimum", "min.other"): jnp.minimum,
+    ("maximum"): jnp.maximum,
+    ("minimum"): jnp.minimum,
     ("fmax",): jnp.fmax,
     ("fmin",): jnp.fmin,
     ("atan2",): jnp.arctan2,
@@ -171,8 +171,8 @@ for _names, _function in {
         "special_xlog1py.other_scalar",
     ): special.xlog1py,
     ("special_zeta", "special_zeta.self_scalar", "special_zeta.other_scalar"): special.zeta,
-    ("igamma", "special_gammainc"): special.gammainc,
-    ("igammac", "special_gammaincc"): special.gammaincc,
+    ("igamma"): special.gammainc,
+    ("igammac"): special.gammaincc,
 }.items():
     operation(*_names)(_binary(_function))
 
@@ -184,13 +184,13 @@ def _abs(out: Result, x: Array) -> Array:
     return jnp.where(size == 0, 0, size)
 
 
-@operation("add.Tensor", "add.Scalar")
+@operation("add.Tensor")
 def _add(out: Result, x: Array, y: Array, alpha: Any = 1) -> Array:
     y = jnp.asarray(y, out.dtype)
     return jnp.asarray(x, out.dtype) + (y if alpha == 1 else alpha * y)
 
 
-@operation("sub.Tensor", "sub.Scalar")
+@operation("sub.Tensor")
 def _sub(out: Result, x: Array, y: Array, alpha: Any = 1) -> Array:
     y = jnp.asarray(y, out.dtype)
     return jnp.asarray(x, out.dtype) - (y if alpha == 1 else alpha * y)
@@ -201,7 +201,7 @@ def _rsub(out: Result, x: Array, y: Array, alpha: Any = 1) -> Array:
     return _sub(out, y, x, alpha)
 
 
-@operation("div.Tensor_mode", "div.Scalar_mode")
+@operation("div.Tensor_mode")
 def _div_mode(out: Result, x: Array, y: Array, rounding_mode: str | None = None) -> Array:
     x, y = jnp.asarray(x, out.dtype), jnp.asarray(y, out.dtype)
     if rounding_mode == "floor":
@@ -289,7 +289,7 @@ def _addcdiv(out: Result, x: Array, a: Array, b: Array, value: Any = 1) -> Array
     return x + value * a / b
 
 
-@operation("where.self", "where.ScalarOther", "where.ScalarSelf", "where.Scalar")
+@operation("where.self")
 def _where(out: Result, condition: Array, x: Array, y: Array) -> Array:
     return jnp.where(condition, jnp.asarray(x, out.dtype), jnp.asarray(y, out.dtype))
 
@@ -299,14 +299,12 @@ def _masked_fill(out: Result, x: Array, mask: Array, value: Any) -> Array:
     return jnp.where(mask, jnp.asarray(value, out.dtype), x)
 
 
-@operation("clone", "alias", "lift_fresh", "lift_fresh_copy", "resolve_conj", "resolve_neg")
+@operation("clone", "alias")
 def _same(out: Result, x: Array, **_: Any) -> Array:
     return x
 
 
-operation("_conj", "conj_physical", "_conj_physical")(lambda out, x: jnp.conj(x))
-operation("real")(lambda out, x: jnp.real(x))
-operation("imag")(lambda out, x: jnp.imag(x))
+operation("_conj", "_conj_physical")(lambda out, x: jnp.conj(x))
 operation("angle")(lambda out, x: jnp.angle(x))
 
 
@@ -525,7 +523,7 @@ def _topk(out: Any, x: Array, k: int, dim: int = -1, largest: bool = True, sorte
 # --- shapes ----------------------------------------------------------------------------------
 
 
-@operation("view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "squeeze.dim", "squeeze.dims")
+@operation("view", "_unsafe_view", "unsqueeze", "squeeze", "squeeze.dim", "squeeze.dims")
 def _reshape(out: Result, x: Array, *_: Any) -> Array:
     return jnp.reshape(x, out.shape)
 
@@ -545,7 +543,7 @@ def _transpose(out: Result, x: Array, a: int, b: int) -> Array:
     return jnp.swapaxes(x, a, b) if x.ndim else x
 
 
-@operation("t", "numpy_T")
+@operation("t")
 def _t(out: Result, x: Array) -> Array:
     return x.T
 
@@ -764,7 +762,7 @@ def _take(out: Result, x: Array, index: Array) -> Array:
 # --- linear algebra --------------------------------------------------------------------------
 
 
-@operation("mm", "bmm", "mv", "dot", "matmul")
+@operation("mm", "bmm", "mv", "dot")
 def _matmul(out: Result, x: Array, y: Array) -> Array:
     return jnp.matmul(x, y)
 
