@@ -2,11 +2,23 @@
 
 Each function is the NumPyro program of the same name in `numpyro_programs`, where its formula and
 its priors stand: the same arguments, here tensors, the same sites and the same log density.
+
+Example:
+    >>> import pyro
+    >>> from pyro.infer import MCMC, NUTS
+    >>> from ppl_ext import models
+    >>> problem = models.load("nes_logit", ppl="pyro")
+    >>> pyro.set_rng_seed(0)
+    >>> mcmc = MCMC(NUTS(problem.model), num_samples=20, warmup_steps=20, disable_progbar=True)
+    >>> mcmc.run(*problem.args, **problem.kwargs)
+    >>> list(problem.flat(mcmc.get_samples()))
+    ['alpha', 'beta']
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pyro
 import pyro.distributions as dist
@@ -16,13 +28,13 @@ from torch import Tensor
 from torch.distributions import biject_to
 
 
-class _ImproperUniform(dist.ImproperUniform):  # type: ignore[misc]
+class _ImproperUniform(dist.ImproperUniform):
     """Pyro's ImproperUniform with the `sample` that Pyro calls when it looks for a start.
 
     `sample` transforms standard normals into the support: feasible values, not draws of a prior.
     """
 
-    def sample(self, sample_shape: torch.Size = torch.Size()) -> Tensor:
+    def sample(self, sample_shape: Sequence[int] = ()) -> Tensor:
         transform = biject_to(self.support)
         shape = torch.Size(sample_shape) + self.batch_shape + self.event_shape
         return transform(torch.randn(transform.inverse_shape(shape)))
@@ -35,7 +47,7 @@ def _flat(
     return _ImproperUniform(constraint, (), shape)
 
 
-class _PositiveNormal(dist.TorchDistribution):  # type: ignore[misc]
+class _PositiveNormal(dist.TorchDistribution):
     """N(loc, scale) restricted to positive values."""
 
     arg_constraints = {"loc": constraints.real, "scale": constraints.positive}  # noqa: RUF012
@@ -68,9 +80,9 @@ class _PositiveNormal(dist.TorchDistribution):  # type: ignore[misc]
             self._validate_sample(value)
         return self._normal.log_prob(value) - torch.log1p(-self._below_zero())
 
-    def rsample(self, sample_shape: torch.Size = torch.Size()) -> Tensor:
+    def rsample(self, sample_shape: Sequence[int] = ()) -> Tensor:
         below = self._below_zero()
-        uniform = torch.rand(self._extended_shape(sample_shape), dtype=below.dtype)
+        uniform = torch.rand(self._extended_shape(torch.Size(sample_shape)), dtype=below.dtype)
         return self._normal.icdf(below + (1 - below) * uniform)
 
     def _below_zero(self) -> Tensor:
@@ -209,9 +221,7 @@ def eight_schools_noncentered(sigma: Tensor, y: Tensor | None = None) -> None:
 # ------------------------------------------------------------------------------ Gaussian processes
 
 
-def _squared_exponential(
-    x: Tensor, alpha: Tensor, rho: Tensor, diagonal: Tensor | float
-) -> Tensor:
+def _squared_exponential(x: Tensor, alpha: Tensor, rho: Tensor, diagonal: Tensor | float) -> Tensor:
     """Return alpha^2 exp(-(x_i - x_j)^2 / (2 rho^2)), with `diagonal` added where i = j."""
     kernel = alpha**2 * torch.exp(-0.5 * ((x[:, None] - x) / rho) ** 2)
     return kernel + diagonal * torch.eye(x.shape[0], dtype=x.dtype, device=x.device)

@@ -1,7 +1,5 @@
 """The Pyro programs against the NumPyro programs."""
 
-import subprocess
-import sys
 from typing import Any
 
 import jax
@@ -9,13 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from numpyro import handlers
+from numpyro.distributions import biject_to as numpyro_biject_to
 from numpyro.infer.util import potential_energy, unconstrain_fn
+from scipy import stats
 
 from ppl_ext import models
 
 pyro = pytest.importorskip("pyro", reason="Pyro is not installed")
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
+import pyro.distributions as dist  # noqa: E402
 from pyro import poutine  # noqa: E402
 from pyro.infer import Predictive  # noqa: E402
 from pyro.infer.autoguide.initialization import init_to_uniform, init_to_value  # noqa: E402
@@ -72,7 +73,7 @@ def numpyro_start(name: str) -> Values:
     def zeros(site: Any) -> Any:
         if site["type"] != "sample" or site["is_observed"]:
             return None
-        link = numpyro_link(site["fn"].support)
+        link = numpyro_biject_to(site["fn"].support)
         return link(jnp.zeros(link.inverse_shape(site["fn"].shape())))
 
     substituted = handlers.substitute(handlers.seed(problem.model, 0), substitute_fn=zeros)
@@ -84,12 +85,6 @@ def numpyro_start(name: str) -> Values:
     }
     sites |= problem.init_values or {}
     return unconstrain_fn(problem.model, problem.args, problem.kwargs, sites)
-
-
-def numpyro_link(support: Any) -> Any:
-    from numpyro.distributions import biject_to
-
-    return biject_to(support)
 
 
 def differences(name: str, model: Any = None) -> tuple[float, float]:
@@ -131,7 +126,6 @@ def test_both_programs_have_the_same_density(name: str) -> None:
 
 def test_another_prior_is_seen() -> None:
     """The scale of mu's prior is 6 and not 5."""
-    import pyro.distributions as dist
 
     def schools(sigma: Any, y: Any) -> None:
         mu = pyro.sample("mu", dist.Normal(0, 6))
@@ -199,8 +193,6 @@ def test_flat_takes_the_sites_of_a_pyro_program(name: str) -> None:
 
 def test_positive_normal_draws_from_its_density() -> None:
     """Kolmogorov-Smirnov against SciPy; a false alarm once in 1,000 seeds, by construction."""
-    from scipy import stats
-
     from ppl_ext.models.pyro_programs import _PositiveNormal
 
     pyro.set_rng_seed(0)
@@ -209,7 +201,9 @@ def test_positive_normal_draws_from_its_density() -> None:
     draws = positive_normal.sample((20_000,)).numpy()
     assert draws.shape == (20_000, 3, 2)
     for i in range(2):
-        law = stats.truncnorm(-loc[i].item() / scale[i].item(), np.inf, loc[i].item(), scale[i].item())
+        law = stats.truncnorm(
+            -loc[i].item() / scale[i].item(), np.inf, loc[i].item(), scale[i].item()
+        )
         assert stats.kstest(draws[:, 0, i], law.cdf).pvalue > 5e-4
         x = torch.full((3, 2), 0.7)
         np.testing.assert_allclose(positive_normal.log_prob(x)[0, i], law.logpdf(0.7), rtol=1e-12)
