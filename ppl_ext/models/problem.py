@@ -97,8 +97,9 @@ class Problem:
             samples: constrained samples by site, as ``mcmc.get_samples()`` returns them: each of
                 shape (draw, *site) or, grouped by chain, (chain, draw, *site), or any other
                 leading shape. Sites that `reference` does not describe are left out. Pyro's
-                `get_samples` lacks deterministic sites; ``Predictive(model, samples,
-                return_sites=[...])(*args, **kwargs)`` of Pyro computes them.
+                `get_samples` lacks deterministic sites, here theta of eight_schools_noncentered
+                and f of gp_pois_regr: add ``Predictive(problem.model, samples,
+                return_sites=["theta"])(*problem.args)``.
 
         Returns:
             Arrays of the leading shape, in the order of `reference`.

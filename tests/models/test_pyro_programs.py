@@ -120,8 +120,9 @@ def differences(name: str, model: Any = None) -> tuple[float, float]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_both_programs_have_the_same_density(name: str) -> None:
+    """Value and gradient agree to 1e-6; for lotka_volterra this is what NumPyro's steps leave."""
     value, gradient = differences(name)
-    assert value < 1e-6 and gradient < 1e-6
+    assert max(value, gradient) < 1e-6, (value, gradient)
 
 
 def test_another_prior_is_seen() -> None:
@@ -180,15 +181,17 @@ def test_flat_takes_the_sites_of_a_pyro_program(name: str) -> None:
     trace = poutine.trace(substituted).get_trace(*problem.args, **problem.kwargs)
     latent = {n: s["value"] for n, s in latent_sites(trace).items()} | values
     samples = {site: torch.stack([value] * 3) for site, value in latent.items()}
-    both = Predictive(problem.model, samples, return_sites=list(problem.shapes))
-    flat = problem.flat(both(*problem.args, **problem.kwargs))
+    deterministic = [site for site in problem.shapes if site not in samples]
+    computed = Predictive(problem.model, samples, return_sites=deterministic)
+    flat = problem.flat(samples | computed(*problem.args, **problem.kwargs))
     assert list(flat) == list(problem.reference)
     assert {value.shape for value in flat.values()} == {(3,)}
     if problem.kwargs and name != "GLM_Poisson":  # whose rate may exceed what torch can draw
         observed = {n: s for n, s in trace.nodes.items() if n in problem.kwargs}
         drawn = Predictive(problem.model, samples, return_sites=list(observed))(*problem.args)
         for site in observed:
-            assert drawn[site].shape == (3, *observed[site]["value"].shape)
+            # Predictive pads with dimensions of size 1 where a model has plates
+            assert drawn[site].squeeze().shape == (3, *observed[site]["value"].shape)
 
 
 def test_positive_normal_draws_from_its_density() -> None:
