@@ -61,14 +61,15 @@ def same_program(one: Recording, other: Recording) -> None:
 
     They differ when the model reads a latent value past PyTorch's sight, or takes another branch.
     """
-    if one.program != other.program:
+    if one.program != other.program or one.guards != other.guards:
         a, b = one.program.operations, other.program.operations
         pairs = zip(a, b, strict=False)
         differ = next((x for x, y in pairs if (x.name, x.args) != (y.name, y.args)), None)
         where = differ.where if differ is not None else "its end"
         raise TracingError(
             f"The model does not do the same at all values of its latent variables; the first "
-            f"difference is at {where}. Use torch.where in place of `if`."
+            f"difference is at {where}. Use torch.where in place of `if`, and tensors in place "
+            "of numbers."
         )
     for i, (x, y) in enumerate(zip(one.constants, other.constants, strict=True)):
         if not torch.equal(x.nan_to_num(), y.nan_to_num()):
@@ -139,8 +140,9 @@ def name_difference(recording: Recording, point: Tensors) -> None:
     for operation in program.operations:
         fill = lambda ref: (values if isinstance(ref, Value) else constants)[ref.index]  # noqa: E731
         expected = _run_torch(operation, fill)
-        error, kind = _operation_error(operation, fill, expected)
-        if error > OPERATION_TOLERANCE.get(_dtype(operation), 2e-4):
+        tolerance = OPERATION_TOLERANCE.get(_dtype(operation), 2e-4)
+        error, kind = _operation_error(operation, fill, expected, tolerance)
+        if error > tolerance:
             raise MismatchError(
                 f"Operation '{operation.name}' at {operation.where}: JAX and PyTorch give another "
                 f"{kind} (relative difference {error:.2g}). Evaluate the model in PyTorch "
@@ -149,7 +151,9 @@ def name_difference(recording: Recording, point: Tensors) -> None:
         values.extend(expected)
 
 
-def _operation_error(operation: Operation, fill: Any, expected: list[Any]) -> tuple[float, str]:
+def _operation_error(
+    operation: Operation, fill: Any, expected: list[Any], tolerance: float
+) -> tuple[float, str]:
     refs = _refs(operation)
     tensors = [fill(ref) for ref in refs]
     arrays = [to_jax(t) for t in tensors]
@@ -170,7 +174,7 @@ def _operation_error(operation: Operation, fill: Any, expected: list[Any]) -> tu
     if operation.name.startswith(("_linalg", "linalg", "triangular_solve", "log_sigmoid")):
         numbers = numbers[:1]
     error = _relative_error([a for a, _ in numbers], [t for _, t in numbers])
-    if error > 0.01:
+    if error > tolerance:
         return error, "value"
     moving = [i for i, t in enumerate(tensors) if t.is_floating_point()]
     if operation.no_grad or not moving or not expected[0].is_floating_point():

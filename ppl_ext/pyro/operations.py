@@ -149,13 +149,13 @@ for _names, _function in {
     operation(*_names)(_predicate(_function))
 
 for _names, _function in {
-    ("mul.Tensor"): jnp.multiply,
-    ("div.Tensor"): jnp.true_divide,
-    ("floor_divide"): jnp.floor_divide,
+    ("mul.Tensor",): jnp.multiply,
+    ("div.Tensor",): jnp.true_divide,
+    ("floor_divide",): jnp.floor_divide,
     ("remainder.Tensor", "remainder.Scalar", "remainder.Scalar_Tensor"): jnp.remainder,
     ("fmod.Tensor", "fmod.Scalar"): jnp.fmod,
-    ("maximum"): jnp.maximum,
-    ("minimum"): jnp.minimum,
+    ("maximum",): jnp.maximum,
+    ("minimum",): jnp.minimum,
     ("fmax",): jnp.fmax,
     ("fmin",): jnp.fmin,
     ("atan2",): jnp.arctan2,
@@ -171,8 +171,8 @@ for _names, _function in {
         "special_xlog1py.other_scalar",
     ): special.xlog1py,
     ("special_zeta", "special_zeta.self_scalar", "special_zeta.other_scalar"): special.zeta,
-    ("igamma"): special.gammainc,
-    ("igammac"): special.gammaincc,
+    ("igamma",): special.gammainc,
+    ("igammac",): special.gammaincc,
 }.items():
     operation(*_names)(_binary(_function))
 

@@ -57,6 +57,8 @@ _VALUE_TO_PYTHON = {
     aten.repeat_interleave.Tensor,
 }
 
+_GUARDS = {aten._local_scalar_dense.default, aten.is_nonzero.default}
+
 # raised in PyTorch for a singular matrix; in JAX the result is NaN, which samplers reject
 _CHECKS = {aten._linalg_check_errors.default, aten._assert_async.msg, aten._assert_async.default}
 
@@ -137,10 +139,15 @@ class Program:
 
 
 class Recording(NamedTuple):
-    """A program with the tensors of its constants."""
+    """A program with the tensors of its constants, and the outcome of each guard met.
+
+    A guard is a branch that Pyro or PyTorch themselves take on a latent value: a check of
+    arguments, or of a division by zero.
+    """
 
     program: Program
     constants: tuple[torch.Tensor, ...]
+    guards: tuple[bool, ...]
 
 
 def apply(operation: Operation, values: Sequence[Any], constants: Sequence[Any]) -> list[Any]:
@@ -224,7 +231,13 @@ def _record(function: Callable, inputs: Mapping[str, torch.Tensor], in_place: bo
     # because constants in it cannot be read by Python
     run = torch.func.functionalize(flat) if in_place else flat
     try:
-        with pyro.validation_enabled(False), recorder.refuse_custom_gradients(), recorder:
+        with (
+            pyro.validation_enabled(False),
+            # a distribution made while validation was on keeps it
+            patch.object(torch.distributions.Distribution, "_validate_sample", _no_validation),
+            recorder.refuse_custom_gradients(),
+            recorder,
+        ):
             outputs = run(*tensors.values())
     except _WriteInPlace as error:
         if not in_place:
@@ -243,6 +256,10 @@ def _record(function: Callable, inputs: Mapping[str, torch.Tensor], in_place: bo
     return recorder.finish(dict(zip(names, outputs, strict=True)))
 
 
+def _no_validation(self: Any, value: Any) -> None:
+    pass
+
+
 class _Recorder(TorchDispatchMode):
     """Sees every ATen operation of a run and keeps those that depend on an input."""
 
@@ -254,6 +271,7 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, inputs: Mapping[str, torch.Tensor], in_place: bool) -> None:
         super().__init__()
         self.in_place = in_place
+        self.guards: list[bool] = []
         self.inputs = {name: _result(x) for name, x in inputs.items()}
         # tensors are known by identity: each is held here, so that no id is used again
         self.held: list[torch.Tensor] = []
@@ -288,6 +306,10 @@ class _Recorder(TorchDispatchMode):
         )
         if not traced or function in _SHAPE_ONLY or function in _CHECKS:
             return function(*args, **kwargs)
+        if function in _GUARDS and args[0].dtype == torch.bool and _called_by_library():
+            found = function(*args, **kwargs)
+            self.guards.append(bool(found))
+            return found
         if function in _VALUE_TO_PYTHON:
             raise TracingError(
                 f"The model uses the value of a latent variable as a Python number or as a shape "
@@ -434,7 +456,7 @@ class _Recorder(TorchDispatchMode):
             )
         )
         object.__setattr__(program, "key", hashlib.sha256(content.encode()).hexdigest())
-        return Recording(program, constants)
+        return Recording(program, constants, tuple(self.guards))
 
 
 def _live(
@@ -505,7 +527,13 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
     tensor = tensor.detach()
     if tensor.device.type == "cpu":
         array = tensor.float().numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
-        return jnp.array(array, numpy_dtype(tensor.dtype))
+        dtype = canonical(numpy_dtype(tensor.dtype))
+        if array.dtype.kind in "iu" and (array != array.astype(dtype)).any():
+            raise OverflowError(
+                f"The model holds an integer beyond {dtype}: {array[array != array.astype(dtype)]}."
+                " Use float64 for its tensors, which gives 64-bit integers too."
+            )
+        return jnp.array(array, dtype)
     return jnp.array(jnp.from_dlpack(tensor.contiguous()))
 
 
@@ -522,10 +550,24 @@ _LIBRARIES = tuple(
 )
 
 
+_DISTRIBUTIONS = (
+    os.path.dirname(torch.distributions.__file__) + os.sep,
+    os.path.dirname(pyro.__file__) + os.sep,
+)
+
+
 def _of_model(filename: str) -> bool:
     return not filename.startswith((*_LIBRARIES, "<frozen", "<string")) and (
         f"{os.sep}contextlib.py" not in filename and f"{os.sep}functools.py" not in filename
     )
+
+
+def _called_by_library() -> bool:
+    """Whether the code that asked for a value is Pyro's or of torch.distributions."""
+    frame: Any = sys._getframe(2)
+    while frame.f_code.co_filename.startswith(_LIBRARIES[2]):
+        frame = frame.f_back
+    return frame.f_code.co_filename.startswith(_DISTRIBUTIONS)
 
 
 def _line() -> str:

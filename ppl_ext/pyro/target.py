@@ -160,7 +160,13 @@ class Posterior:
 
         with poutine.block(), torch.no_grad():
             model = InitMessenger(start)(self.model)
-            return poutine.trace(model).get_trace(*self.args, **self.kwargs)
+            try:
+                return poutine.trace(model).get_trace(*self.args, **self.kwargs)
+            except ValueError as error:
+                # Pyro names the site and a way out
+                if "Continuous inference cannot handle" not in str(error):
+                    raise
+                raise UnsupportedModelError(str(error).splitlines()[0]) from error
 
     @staticmethod
     def _samples(trace: Any) -> list[tuple[str, Any]]:
