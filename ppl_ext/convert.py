@@ -106,7 +106,7 @@ def _from_pyro(
     groups = {"sample_stats": _labelled(statistics, {}, coords, dims)}
     sites: dict[str, Site] = {}
     sizes: dict[str, int] = {}
-    points = scores = None
+    points: Any = None
     if mcmc.kernel.model is not None:
         args, kwargs = mcmc._args, mcmc._kwargs
         double = any(values.dtype == np.float64 for values in samples.values())
@@ -128,7 +128,9 @@ def _from_pyro(
                     "not saved (`save_params`)."
                 )
             if log_likelihood:
-                found = _each_draw(lambda z: target.log_likelihood_sites(z, *args, **kwargs), points)
+                found = _each_draw(
+                    lambda z: target.log_likelihood_sites(z, *args, **kwargs), points
+                )
                 groups["log_likelihood"] = _labelled(
                     found, _plate_dims(sites, sizes, event=False), coords, dims
                 )

@@ -48,8 +48,9 @@ def random_points(start: Tensors, count: int = NUM_POINTS) -> list[Tensors]:
     for _ in range(count - 1):
         points.append(
             {
-                name: value
-                + 0.3 * torch.randn(value.shape, generator=generator).to(value.dtype).to(value)
+                name: value + 0.3 * torch.randn(value.shape, generator=generator).to(value)
+                if value.is_floating_point()
+                else value
                 for name, value in start.items()
             }
         )

@@ -137,7 +137,12 @@ class Kernel(MCMCKernel):
         self.engine = engine
         self.checked: set[str] = set()
         self._initial_params: Tensors | None = None
-        self._reset()
+        self._prepared: Prepared | None = None
+        self._chain: Chain | None = None
+        self._draws: Tensors = {}
+        self._fields: dict[str, np.ndarray] = {}
+        self._kept: list[dict[str, np.ndarray]] = []
+        self._warmup_steps = self._t = self._position = self._size = 0
 
     # --- the algorithm -----------------------------------------------------------------------
 
@@ -228,12 +233,9 @@ class Kernel(MCMCKernel):
         self._initial_params = None
 
     def _reset(self) -> None:
-        self._prepared: Prepared | None = None
-        self._chain: Chain | None = None
+        self._prepared = self._chain = None
         self._warmup_steps = self._t = self._position = self._size = 0
-        self._draws: Tensors = {}
-        self._fields: dict[str, np.ndarray] = {}
-        self._kept: list[dict[str, np.ndarray]] = []
+        self._draws, self._fields, self._kept = {}, {}, []
 
     def __getstate__(self) -> dict[str, Any]:
         # workers set up their own chain

@@ -107,7 +107,8 @@ class MCMC(pyro.infer.MCMC):
             save_params=list(save_params) if save_params is not None else None,
         )
         self.num_chains = num_chains
-        self._diagnostics = [None] * num_chains
+        self._diagnostics: list[Any] = [None] * num_chains
+        self.transforms: dict[str, Any] | None
         if initial_params is not None:
             if num_chains > 1:
                 self._validate_initial_params(initial_params)

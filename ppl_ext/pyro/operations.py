@@ -73,7 +73,7 @@ def _binary(function: Function) -> Function:
     return lambda out, x, y: function(jnp.asarray(x, out.dtype), jnp.asarray(y, out.dtype))
 
 
-for _name, _function in {
+_UNARY: dict[str, Function] = {
     "acos": jnp.arccos,
     "acosh": jnp.arccosh,
     "asin": jnp.arcsin,
@@ -121,10 +121,11 @@ for _name, _function in {
     "tan": jnp.tan,
     "tanh": jnp.tanh,
     "trunc": jnp.trunc,
-}.items():
+}
+for _name, _function in _UNARY.items():
     operation(_name)(_unary(_function))
 
-for _names, _function in {
+_PREDICATES: dict[tuple[str, ...], Function] = {
     ("isnan",): jnp.isnan,
     ("isinf",): jnp.isinf,
     ("isfinite",): jnp.isfinite,
@@ -145,10 +146,11 @@ for _names, _function in {
     ("le.Tensor", "le.Scalar"): jnp.less_equal,
     ("gt.Tensor", "gt.Scalar"): jnp.greater,
     ("ge.Tensor", "ge.Scalar"): jnp.greater_equal,
-}.items():
+}
+for _names, _function in _PREDICATES.items():
     operation(*_names)(_predicate(_function))
 
-for _names, _function in {
+_BINARY: dict[tuple[str, ...], Function] = {
     ("mul.Tensor",): jnp.multiply,
     ("div.Tensor",): jnp.true_divide,
     ("floor_divide",): jnp.floor_divide,
@@ -173,7 +175,8 @@ for _names, _function in {
     ("special_zeta", "special_zeta.self_scalar", "special_zeta.other_scalar"): special.zeta,
     ("igamma",): special.gammainc,
     ("igammac",): special.gammaincc,
-}.items():
+}
+for _names, _function in _BINARY.items():
     operation(*_names)(_binary(_function))
 
 
@@ -270,7 +273,9 @@ def _clamp_max(out: Result, x: Array, high: Any) -> Array:
 
 
 @operation("nan_to_num")
-def _nan_to_num(out: Result, x: Array, nan: Any = None, posinf: Any = None, neginf: Any = None) -> Array:
+def _nan_to_num(
+    out: Result, x: Array, nan: Any = None, posinf: Any = None, neginf: Any = None
+) -> Array:
     return jnp.nan_to_num(x, nan=0.0 if nan is None else nan, posinf=posinf, neginf=neginf)
 
 
@@ -434,17 +439,23 @@ def _moment(out: Result, x: Array, dim: Any, correction: Any, keepdim: bool) -> 
 
 
 @operation("var.correction")
-def _var(out: Result, x: Array, dim: Any = None, *, correction: Any = 1, keepdim: bool = False) -> Array:
+def _var(
+    out: Result, x: Array, dim: Any = None, *, correction: Any = 1, keepdim: bool = False
+) -> Array:
     return _moment(out, x, dim, correction, keepdim)
 
 
 @operation("std.correction")
-def _std(out: Result, x: Array, dim: Any = None, *, correction: Any = 1, keepdim: bool = False) -> Array:
+def _std(
+    out: Result, x: Array, dim: Any = None, *, correction: Any = 1, keepdim: bool = False
+) -> Array:
     return jnp.sqrt(_moment(out, x, dim, correction, keepdim))
 
 
 @operation("var_mean.correction")
-def _var_mean(out: Any, x: Array, dim: Any = None, *, correction: Any = 1, keepdim: bool = False) -> Any:
+def _var_mean(
+    out: Any, x: Array, dim: Any = None, *, correction: Any = 1, keepdim: bool = False
+) -> Any:
     mean = jnp.mean(x, axis=_axes(x, dim), keepdims=keepdim and x.ndim > 0)
     return _moment(out[0], x, dim, correction, keepdim), mean
 
@@ -513,7 +524,9 @@ def _sort(
 
 
 @operation("topk")
-def _topk(out: Any, x: Array, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
+def _topk(
+    out: Any, x: Array, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
+) -> Any:
     value, index = _sort((Result(x.shape, x.dtype), out[1]), x, dim, largest)
     if x.ndim == 0:
         return value, index
@@ -833,7 +846,9 @@ def _scratch(results: Sequence[Result]) -> list[Array]:
 
 
 @operation("_linalg_solve_ex")
-def _solve_ex(out: Any, a: Array, b: Array, *, left: bool = True, check_errors: bool = False) -> Any:
+def _solve_ex(
+    out: Any, a: Array, b: Array, *, left: bool = True, check_errors: bool = False
+) -> Any:
     if b.ndim == a.ndim - 1:
         solution = jnp.linalg.solve(a, b[..., None])[..., 0]
     elif left:
@@ -887,7 +902,8 @@ def _matrix_exp(out: Result, a: Array) -> Array:
 
 @operation("linalg_cross")
 def _cross(out: Result, x: Array, y: Array, *, dim: int = -1) -> Array:
-    return jnp.cross(*jnp.broadcast_arrays(x, y), axis=dim)
+    x, y = jnp.broadcast_arrays(x, y)
+    return jnp.cross(x, y, axis=dim)
 
 
 @operation("_cdist_forward")
@@ -905,7 +921,9 @@ def _norm_factor(lengths: Sequence[int], normalization: int) -> float:
 
 
 @operation("_fft_r2c")
-def _fft_r2c(out: Result, x: Array, dim: Sequence[int], normalization: int, onesided: bool) -> Array:
+def _fft_r2c(
+    out: Result, x: Array, dim: Sequence[int], normalization: int, onesided: bool
+) -> Array:
     transform = jnp.fft.rfftn if onesided else jnp.fft.fftn
     return transform(x, axes=tuple(dim)) * _norm_factor([x.shape[d] for d in dim], normalization)
 

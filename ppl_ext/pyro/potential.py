@@ -191,9 +191,7 @@ def _torch_function(
     def _(primals: Any, tangents: Any) -> Any:
         (z,), (t,) = primals, tangents
         value, grad = value_and_grad(z)
-        product = jax.pure_callback(
-            host_hessian_product, shapes(z), z, t, vmap_method="sequential"
-        )
+        product = jax.pure_callback(host_hessian_product, shapes(z), z, t, vmap_method="sequential")
         return (value, grad), (_inner(grad, t), product)
 
     @jax.custom_jvp

@@ -68,13 +68,15 @@ _INDEXING = {aten.index.Tensor, aten.index_put.default, aten._index_put_impl.def
 _STORAGE = ("device", "layout", "pin_memory", "memory_format", "non_blocking")
 
 
-class Value(NamedTuple):
+@dataclass(frozen=True)
+class Value:
     """The n-th value of a run: inputs first, then the results of the operations."""
 
     index: int
 
 
-class Constant(NamedTuple):
+@dataclass(frozen=True)
+class Constant:
     """The n-th constant."""
 
     index: int
@@ -359,7 +361,7 @@ class _Recorder(TorchDispatchMode):
                     f"The model uses a gradient of its own, the torch.autograd.Function "
                     f"'{cls.__name__}', at {_line()}. Write it with tensor operations."
                 )
-            return original.__func__(cls, *args, **kwargs)  # type: ignore[attr-defined]
+            return original.__func__(cls, *args, **kwargs)
 
         with patch.object(torch.autograd.Function, "apply", classmethod(apply)):
             yield
@@ -545,7 +547,7 @@ def to_torch(array: Any, like: torch.Tensor) -> torch.Tensor:
 # --- lines of the model ----------------------------------------------------------------------
 
 _LIBRARIES = tuple(
-    os.path.dirname(module.__file__) + os.sep  # type: ignore[type-var]
+    os.path.dirname(str(module.__file__)) + os.sep
     for module in (torch, pyro, sys.modules["ppl_ext.pyro.operations"])
 )
 

@@ -37,6 +37,8 @@ class Transition(NamedTuple):
 class Algorithm(Protocol):
     """A kernel's settings: hashable, equal when they sample alike."""
 
+    def __hash__(self) -> int: ...
+
     def transition(self, target: Target, num_warmup: int) -> Transition:
         """The algorithm on a target whose callables take `(z, data)`."""
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import pyro
 import torch
 from pyro import poutine
 from pyro.distributions import Unit
@@ -26,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from ppl_ext.errors import InitializationError, UnsupportedModelError
 from ppl_ext.pyro.program import Program, Recording, record, to_jax
-from ppl_ext.target import Array, Plate, PyTree, Site, Target
+from ppl_ext.target import Array, Plate, Site, Target
 
 Tensors = dict[str, torch.Tensor]
 
@@ -89,9 +88,7 @@ def declares_sites(model: Callable[..., Any], args: tuple, kwargs: dict[str, Any
         # what goes wrong in the model, its own front end will say
         with suppress(Exception):
             trace(*args, **kwargs)
-    return any(
-        node["type"] in ("sample", "param") for node in trace.trace.nodes.values()
-    )
+    return any(node["type"] in ("sample", "param") for node in trace.trace.nodes.values())
 
 
 class Posterior:

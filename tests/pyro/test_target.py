@@ -22,6 +22,8 @@ from ppl_ext.pyro.potential import build_potential
 from ppl_ext.pyro.target import Posterior, target
 
 Y = torch.tensor([0.3, -1.2, 0.7, 2.0])
+DOUBLE = Y.double()
+PAIRS = torch.tensor([[0.1, 0.5], [1.0, -0.3]])
 
 
 def location(y=Y, *, scale=1.0):
@@ -71,7 +73,7 @@ def test_functions_of_the_target_take_data_as_arguments():
     np.testing.assert_allclose(terms, expected, rtol=1e-6)
 
 
-def simplex_and_lkj(y=torch.tensor([[0.1, 0.5], [1.0, -0.3]])):
+def simplex_and_lkj(y=PAIRS):
     p = pyro.sample("p", dist.Dirichlet(torch.ones(3)))
     factor = pyro.sample("factor", dist.LKJCholesky(2, 2.0))
     scale = pyro.sample("scale", dist.HalfNormal(torch.ones(2)).to_event(1))
@@ -88,9 +90,9 @@ def ordered_and_interval():
 
 def masked_and_scaled(y=Y):
     mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
-    with poutine.scale(scale=0.3), poutine.mask(mask=torch.tensor([True, False, True, True])):
-        with pyro.plate("datum", 4):
-            pyro.sample("y", dist.StudentT(3.0, mu, 1.0), obs=y)
+    mask = torch.tensor([True, False, True, True])
+    with poutine.scale(scale=0.3), poutine.mask(mask=mask), pyro.plate("datum", 4):
+        pyro.sample("y", dist.StudentT(3.0, mu, 1.0), obs=y)
 
 
 def sequential_plate():
@@ -129,7 +131,7 @@ class Network(PyroModule):
             pyro.sample("y", dist.Normal(mean, sigma), obs=y)
 
 
-def double_precision(y=Y.double()):
+def double_precision(y=DOUBLE):
     mu = pyro.sample("mu", dist.Normal(torch.tensor(0.0).double(), 1.0))
     pyro.sample("y", dist.Normal(mu, 1.0).expand([4]).to_event(1), obs=y)
 
@@ -223,7 +225,7 @@ def custom_gradient():
     [
         (branching, r"Python number or as a shape at test_target.py:\d+"),
         (escaping, r"outside of PyTorch; it is used at test_target.py:\d+"),
-    (escaping_number, r"does not do the same at all values.*at test_target.py:\d+"),
+        (escaping_number, r"does not do the same at all values.*at test_target.py:\d+"),
         (drawing, r"random numbers at test_target.py:\d+"),
         (unknown, r"'special_bessel_j0' \(at test_target.py:\d+\), 'special_airy_ai' \(at"),
         (custom_gradient, r"autograd.Function 'Cube', at test_target.py:\d+"),
