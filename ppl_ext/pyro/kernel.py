@@ -14,8 +14,14 @@ from pyro.infer.autoguide.initialization import init_to_uniform
 from pyro.infer.mcmc.mcmc_kernel import MCMCKernel
 
 from ppl_ext.errors import InitializationError
-from ppl_ext.pyro.potential import ENGINES, Engine, build_potential, precision_and_device
-from ppl_ext.pyro.runner import Algorithm, Chain, runner
+from ppl_ext.pyro.potential import (
+    ENGINES,
+    Engine,
+    TracedPotential,
+    build_potential,
+    precision_and_device,
+)
+from ppl_ext.pyro.runner import Algorithm, Chain, Runner, runner
 from ppl_ext.pyro.target import Posterior
 from ppl_ext.target import Target, potential_target
 
@@ -79,7 +85,9 @@ class Prepared:
                 name: jax.numpy.array(x.cpu().numpy(), dtype if x.is_floating_point() else None)
                 for name, x in starts.items()
             }
-            compiled = runner(
+            # one that calls PyTorch holds the model and its data: it is not kept
+            make = runner if isinstance(potential, TracedPotential) else Runner
+            compiled = make(
                 kernel.algorithm,
                 potential,
                 tuple((name, tuple(x.shape)) for name, x in one.items()),
