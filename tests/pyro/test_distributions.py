@@ -303,8 +303,6 @@ REFUSED = {
     "DiscreteHMM": "autograd.Function '_SafeLog'",
     "NanMaskedMultivariateNormal": r"tolist\(\) shouldn't be called",
     "SineBivariateVonMises": "as a Python number",
-    "SineSkewed": "as a Python number",
-    "StableWithLogProb": "as a Python number",
 }
 
 # no density in Pyro itself: abstract classes, samplers, draws
