@@ -128,7 +128,6 @@ for _name, _function in _UNARY.items():
 _PREDICATES: dict[tuple[str, ...], Function] = {
     ("isnan",): jnp.isnan,
     ("isinf",): jnp.isinf,
-    ("isfinite",): jnp.isfinite,
     ("isneginf",): jnp.isneginf,
     ("isposinf",): jnp.isposinf,
     ("signbit",): jnp.signbit,
