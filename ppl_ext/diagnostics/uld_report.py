@@ -115,21 +115,22 @@ class ULDReport:
 
 
 def uld_report(run: MCMC | Any, *, richardson: bool = False) -> ULDReport:
-    """Bias certificate of a finished run of `ppl_ext.numpyro.ULD`.
+    """Bias certificate of a finished run of `ULD`, in NumPyro or Pyro.
 
     Parameters
     ----------
-    run : numpyro.infer.MCMC, arviz.InferenceData or xarray.DataTree
+    run : numpyro.infer.MCMC, pyro.infer.MCMC, arviz.InferenceData or xarray.DataTree
         After `run`, with a `ULD` kernel; or the result of `ppl_ext.to_arviz` on it.
     richardson : bool
         Also continue the run at half the step size, for as many draws (twice as many gradients),
         and report the bias that the difference implies: with weak order p, the estimate
-        (2^p m_(h/2) - m_h) / (2^p - 1) has the leading term of the bias removed. Needs an `MCMC`.
+        (2^p m_(h/2) - m_h) / (2^p - 1) has the leading term of the bias removed. Needs the
+        `MCMC` of NumPyro.
 
     Raises
     ------
     TypeError
-        When the kernel is not ULD, or `richardson` is asked of a container.
+        When the kernel is not ULD, or `richardson` is asked of a container or of Pyro's `MCMC`.
     ValueError
         When the run has not happened, or the container lacks what ULD's runs have.
 
@@ -155,10 +156,17 @@ def uld_report(run: MCMC | Any, *, richardson: bool = False) -> ULDReport:
         return _report(run)
     from ppl_ext.convert import to_arviz
 
-    kernel = run.sampler
+    # NumPyro's `MCMC` calls its kernel `sampler`, Pyro's `kernel`
+    kernel = getattr(run, "sampler", None) or getattr(run, "kernel", None)
     if not hasattr(getattr(kernel, "settings", None), "integrator"):
         raise TypeError(
-            f"uld_report takes a run of ppl_ext.numpyro.ULD, got one of {type(kernel).__name__}."
+            "uld_report takes a run of ppl_ext.numpyro.ULD or ppl_ext.pyro.ULD, got "
+            f"{type(run).__name__} of {type(kernel).__name__}."
+        )
+    if richardson and not hasattr(kernel, "at_half_step"):
+        raise TypeError(
+            "`richardson` continues runs of NumPyro's MCMC only. Run again with half the "
+            "`step_size` that the report tells, and compare."
         )
     data = to_arviz(run)
     report = _report(data)
@@ -180,11 +188,13 @@ def _report(data: Any) -> ULDReport:
     integrator, adjust = facts["uld_integrator"], facts["uld_adjust"]
     step_size, friction = fact("step_size").mean(), fact("friction").mean()
     curvature = fact("curvature").max()
-    inverse_mass = fact("inverse_mass")
+    by_chain = (len(fact("step_size")), len(names))
+    inverse_mass = fact("inverse_mass").reshape(by_chain).mean(0)
     precision = inverse_mass / draws.var(("chain", "draw")).values
     prior = np.zeros_like(precision)
     if integrator == "kbk":
-        prior = np.minimum(fact("prior_precision") * inverse_mass, precision)
+        prior_precision = fact("prior_precision").reshape(by_chain)[0]
+        prior = np.minimum(prior_precision * inverse_mass, precision)
     if adjust == "none":
         known = "obabo" if integrator == "baoab" else integrator
         bias = np.zeros_like(precision)

@@ -45,6 +45,7 @@ import numpy as np
 from jax.scipy.linalg import solve_triangular
 from scipy import special
 
+from ppl_ext.arguments import argument_error, check_choice, check_count, check_positive
 from ppl_ext.kernels.uld_integrators import INTEGRATORS, Integrator, Noise, Phase, System
 from ppl_ext.target import Array, PyTree, Target
 
@@ -387,6 +388,94 @@ def gaussian_prior(target: Target, settings: Settings, like: Array) -> tuple[Arr
 
 def _energy(phase: Phase) -> Array:
     return phase.potential_energy + phase.v @ phase.v / 2
+
+
+# --- the front ends ---------------------------------------------------------------------------
+
+
+def checked_settings(*, has_model: bool, **given: Any) -> Settings:
+    """`Settings` of the arguments of a front end's `ULD`.
+
+    Raises
+    ------
+    ValueError
+        For a bad argument, or two that exclude each other, named.
+    """
+    settings = Settings(**given)
+    integrator, adjust = settings.integrator, settings.adjust
+    check_choice("ULD", "integrator", integrator, tuple(INTEGRATORS))
+    check_choice("ULD", "precondition", settings.precondition, ("diag", "dense", None))
+    optional = {"step_size": settings.step_size, "friction": settings.friction}
+    check_positive("ULD", **{k: v for k, v in optional.items() if v is not None})
+    check_positive("ULD", bias_tolerance=settings.bias_tolerance)
+    if settings.num_steps is not None:
+        check_count("ULD", num_steps=settings.num_steps)
+    check_choice("ULD", "adjust", adjust, ("ghmc", "malt", None))
+    if adjust is not None and settings.spec.energy_order is None:
+        raise ValueError(
+            f'ULD: `integrator="{integrator}"` has no acceptance ratio, which '
+            f'`adjust="{adjust}"` needs. Use "obabo", or `adjust=None`.'
+        )
+    if integrator == "kbk" and settings.precondition == "dense":
+        raise ValueError(
+            'ULD: `integrator="kbk"` keeps the coordinates of the prior apart. Use '
+            '`precondition="diag"` or None, or another integrator with "dense".'
+        )
+    precision = settings.prior_precision
+    if precision is not None and integrator != "kbk":
+        raise argument_error(
+            "ULD", "prior_precision", precision, f"None with integrator {integrator!r}"
+        )
+    if integrator == "kbk" and precision is None and not has_model:
+        raise argument_error(
+            "ULD", "prior_precision", None, "given for `potential_fn` with integrator 'kbk'"
+        )
+    _check_prior_precision(precision)
+    return settings
+
+
+def _check_prior_precision(given: float | Mapping[str, Any] | None) -> None:
+    named = given if isinstance(given, Mapping) else {"": given}
+    for name, value in named.items():
+        if value is None and not name:
+            continue
+        array = np.asarray(value)
+        number = array.dtype.kind in "iuf"
+        if not number or not (np.isfinite(array) & (array >= 0)).all():
+            where = f"prior_precision[{name!r}]" if name else "prior_precision"
+            raise argument_error("ULD", where, value, "finite numbers >= 0")
+        if not name and array.ndim:
+            raise argument_error("ULD", "prior_precision", value, "a number or a dict by site")
+
+
+def check_sites(settings: Settings, target: Target) -> None:
+    """Raise `ValueError` when `prior_precision` names sites that the target has not."""
+    given = settings.prior_precision
+    if isinstance(given, Mapping) and (unknown := set(given) - set(target.structure)):
+        raise ValueError(
+            f"ULD: `prior_precision` names unknown sites {sorted(unknown)}; the model has "
+            f"{sorted(target.structure)}."
+        )
+
+
+def facts(adapt: AdaptState, settings: Settings) -> dict[str, Any]:
+    """What `ppl_ext.diagnostics.uld_report` reads, of one chain or one after the other of all."""
+    chains = lambda values: np.asarray(values, np.float64).ravel()  # noqa: E731
+    scale = np.asarray(adapt.scale, np.float64)
+    inverse_mass = (scale**2).sum(-1) if settings.precondition == "dense" else scale**2
+    found: dict[str, Any] = {
+        "uld_integrator": settings.integrator,
+        "uld_adjust": settings.adjust or "none",
+        "uld_step_size": chains(adapt.step_size),
+        "uld_friction": chains(adapt.friction),
+        "uld_trace": chains(adapt.trace),
+        "uld_curvature": chains(adapt.curvature),
+        "uld_width": chains(adapt.width),
+        "uld_inverse_mass": chains(inverse_mass),
+    }
+    if settings.integrator == "kbk":
+        found["uld_prior_precision"] = chains(adapt.prior_precision)
+    return found
 
 
 # --- warm-up ---------------------------------------------------------------------------------
