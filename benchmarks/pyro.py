@@ -1,24 +1,34 @@
 """Pyro models at XLA speed: `ppl_ext.pyro.NUTS` beside `pyro.infer.NUTS` and NumPyro's NUTS.
 
 Each model is written in Pyro and in NumPyro; data are simulated, except eight schools. Printed
-for each sampler, on one core: effective draws (smallest over coordinates) per second of sampling,
-compilation and warm-up excluded; and of a whole run of 3,000 draws, 1,000 of warm-up, everything
-included. Pyro's own samplers make fewer draws; their run of 3,000 is extrapolated from the time
-per draw. Ratios are taken within one run of this file.
+for each sampler, on one core:
 
-    python benchmarks/pyro.py [model ...]
+- `ess/s`: effective draws (smallest over coordinates) per second of sampling, without warm-up and
+  compilation. The samplers that run in JAX take turns, REPEATS times 3,000 draws; the median.
+- `ess/s of all`: of the first run, 3,000 draws after 1,000 of warm-up, everything included.
+- `set-up`: seconds until a run of one draw is done: recording, check, compilation; and with the
+  compiled programs in JAX's cache on disk.
+
+Pyro's own samplers make fewer draws; their run of 3,000 is extrapolated from the time per draw.
+Ratios are ours, with `ppl_ext.pyro.MCMC`, to the row's.
+
+    python benchmarks/pyro.py [model ...] [--draws-of-pyro N]
 """
 
 from __future__ import annotations
 
 import sys
-import time
-import warnings
 
 # a script's folder comes first in the path, where this file would be taken for the package pyro
 sys.path.pop(0)
 
-from collections.abc import Callable
+import argparse
+import contextlib
+import functools
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,11 +42,13 @@ import pyro
 import pyro.distributions as pdist
 import pyro.infer
 import torch
+from jax.experimental.compilation_cache import compilation_cache
 from numpyro.diagnostics import effective_sample_size
 
 import ppl_ext.pyro
+from ppl_ext.pyro.runner import runner
 
-DRAWS, WARMUP = 3000, 1000
+DRAWS, WARMUP, REPEATS = 3000, 1000, 5
 
 
 @dataclass(frozen=True)
@@ -46,8 +58,7 @@ class Model:
     pyro: Callable[..., Any]
     numpyro: Callable[..., Any]
     data: tuple[np.ndarray, ...]
-    pyro_draws: int
-    pyro_warmup: int
+    draws_of_pyro: int
 
 
 def eight_schools() -> Model:
@@ -68,7 +79,7 @@ def eight_schools() -> Model:
             eta = numpyro.sample("eta", ndist.Normal(0.0, 1.0))
             numpyro.sample("y", ndist.Normal(mu + tau * eta, sigma), obs=y)
 
-    return Model(p, n, (y, sigma), 300, 300)
+    return Model(p, n, (y, sigma), 300)
 
 
 def hierarchical_logistic() -> Model:
@@ -96,7 +107,7 @@ def hierarchical_logistic() -> Model:
             logits = x @ beta + tau * eta[group]
             numpyro.sample("y", ndist.Bernoulli(logits=logits), obs=y)
 
-    return Model(p, n, (x, group, y), 200, 200)
+    return Model(p, n, (x, group, y), 200)
 
 
 def adult_logistic() -> Model:
@@ -117,7 +128,7 @@ def adult_logistic() -> Model:
         with numpyro.plate("datum", 48842):
             numpyro.sample("y", ndist.Bernoulli(logits=x @ beta), obs=y)
 
-    return Model(p, n, (x, y), 100, 100)
+    return Model(p, n, (x, y), 100)
 
 
 def gaussian_process() -> Model:
@@ -143,7 +154,7 @@ def gaussian_process() -> Model:
         covariance = covariance + (noise**2 + 1e-5) * jnp.eye(60)
         numpyro.sample("y", ndist.MultivariateNormal(jnp.zeros(60), covariance), obs=y)
 
-    return Model(p, n, (x, y), 200, 200)
+    return Model(p, n, (x, y), 200)
 
 
 def lkj_covariance() -> Model:
@@ -167,7 +178,7 @@ def lkj_covariance() -> Model:
             tril = scale[:, None] * corr
             numpyro.sample("y", ndist.MultivariateNormal(mu, scale_tril=tril), obs=y)
 
-    return Model(p, n, (y,), 200, 200)
+    return Model(p, n, (y,), 200)
 
 
 def neural_network() -> Model:
@@ -191,7 +202,7 @@ def neural_network() -> Model:
         with numpyro.plate("datum", 100):
             numpyro.sample("y", ndist.Normal(jnp.tanh(x @ a + b) @ c, sigma), obs=y)
 
-    return Model(p, n, (x, y), 60, 60)
+    return Model(p, n, (x, y), 60)
 
 
 MODELS = {
@@ -217,74 +228,183 @@ def smallest_ess(draws: dict[str, Any]) -> float:
     return smallest
 
 
-def run_pyro(model: Model, kernel: Any, draws: int, warmup: int) -> dict[str, float]:
-    """Seconds of the whole run and of its sampling phase, by `pyro.infer.MCMC`."""
-    pyro.set_rng_seed(0)
+class Timed(ppl_ext.pyro.MCMC):
+    """Notes how long the two stages of the last run took."""
+
+    def _advance(self, prepared: Any, chain: Any, stage: str, *rest: Any) -> Any:
+        start = time.perf_counter()
+        found = super()._advance(prepared, chain, stage, *rest)
+        self.seconds = time.perf_counter() - start  # of sampling, which comes last
+        return found
+
+
+def ours(model: Model) -> Callable[[], tuple[float, float]]:
+    """Run of `ppl_ext.pyro.MCMC`: its smallest effective sample size and sampling time."""
+    mcmc = Timed(ppl_ext.pyro.NUTS(model.pyro), DRAWS, WARMUP, disable_progbar=True)
     data = [torch.as_tensor(x) for x in model.data]
-    marks: list[float] = []
+
+    def run() -> tuple[float, float]:
+        mcmc.run(*data)
+        return smallest_ess(mcmc.get_samples()), mcmc.seconds
+
+    return run
+
+
+def in_pyro(model: Model, kernel: Any, draws: int, warmup: int) -> Callable[[], Any]:
+    """Run of `pyro.infer.MCMC`; the same two numbers."""
+    data = [torch.as_tensor(x) for x in model.data]
+    marks: dict[Any, float] = {}
 
     def hook(kernel: Any, params: Any, stage: str, i: int) -> None:
-        if (stage, i) in (("Warmup", warmup - 1), ("Sample", draws - 1)):
-            marks.append(time.perf_counter())
+        marks[stage, i] = time.perf_counter()
 
-    start = time.perf_counter()
-    mcmc = pyro.infer.MCMC(kernel, draws, warmup, hook_fn=hook, disable_progbar=True)
-    mcmc.run(*data)
-    ess = smallest_ess(mcmc.get_samples())
-    sampling = marks[1] - marks[0]
-    # to DRAWS draws at this speed
-    total = marks[0] - start + sampling * DRAWS / draws
-    return {"ess/s": ess / sampling, "ess/s of all": ess * DRAWS / draws / total, "seconds": total}
+    def run() -> tuple[float, float]:
+        mcmc = pyro.infer.MCMC(kernel, draws, warmup, hook_fn=hook, disable_progbar=True)
+        mcmc.run(*data)
+        seconds = marks["Sample", draws - 1] - marks["Warmup", warmup - 1]
+        return smallest_ess(mcmc.get_samples()), seconds
+
+    return run
 
 
-def run_numpyro(model: Model) -> dict[str, float]:
+def in_numpyro(model: Model) -> Callable[[], tuple[float, float]]:
+    """NumPyro's `MCMC` the first time; afterwards its kernel in one compiled loop.
+
+    `MCMC.run` would compile its loop anew in each call.
+    """
     data = [jnp.asarray(x) for x in model.data]
     kernel = numpyro.infer.NUTS(model.numpyro)
-    mcmc = numpyro.infer.MCMC(kernel, num_warmup=WARMUP, num_samples=DRAWS, progress_bar=False)
-    start = time.perf_counter()
-    mcmc.run(jax.random.key(0), *data)
-    ess = smallest_ess(jax.device_get(mcmc.get_samples()))
-    total = time.perf_counter() - start
-    # MCMC.run would compile its loop anew in each call
-    constrain = kernel.postprocess_fn(data, {})
+    state: Any = None
+    loop: Any = None
 
     def step(state: Any, _: None) -> tuple[Any, Any]:
         state = kernel.sample(state, data, {})
-        return state, constrain(state.z)
+        return state, kernel.postprocess_fn(data, {})(state.z)
 
-    loop = jax.jit(lambda state: jax.lax.scan(step, state, length=DRAWS)).lower(mcmc.last_state)
-    compiled = loop.compile()
+    def run() -> tuple[float, float]:
+        nonlocal state, loop
+        if state is None:
+            mcmc = numpyro.infer.MCMC(
+                kernel, num_warmup=WARMUP, num_samples=DRAWS, progress_bar=False
+            )
+            mcmc.run(jax.random.key(0), *data)
+            state = mcmc.last_state
+            return smallest_ess(jax.device_get(mcmc.get_samples())), np.nan
+        if loop is None:
+            scan = jax.jit(lambda state: jax.lax.scan(step, state, length=DRAWS))
+            loop = scan.lower(state).compile()
+        start = time.perf_counter()
+        state, draws = loop(state)
+        draws = jax.device_get(draws)
+        return smallest_ess(draws), time.perf_counter() - start
+
+    return run
+
+
+def set_up(model: Model) -> tuple[float, float]:
+    """Seconds of a run of one draw after one of warm-up, in `ppl_ext.pyro` and in NumPyro."""
+    data = model.data
     start = time.perf_counter()
-    draws = jax.device_get(compiled(mcmc.last_state)[1])
-    sampling = time.perf_counter() - start
-    return {"ess/s": smallest_ess(draws) / sampling, "ess/s of all": ess / total, "seconds": total}
+    mcmc = ppl_ext.pyro.MCMC(ppl_ext.pyro.NUTS(model.pyro), 1, 1, disable_progbar=True)
+    mcmc.run(*map(torch.as_tensor, data))
+    between = time.perf_counter()
+    kernel = numpyro.infer.NUTS(model.numpyro)
+    other = numpyro.infer.MCMC(kernel, num_warmup=1, num_samples=1, progress_bar=False)
+    other.run(jax.random.key(0), *map(jnp.asarray, data))
+    jax.block_until_ready(other.get_samples())
+    return between - start, time.perf_counter() - between
 
 
-def compare(name: str) -> pd.DataFrame:
+def forget_compiled_programs() -> None:
+    jax.clear_caches()
+    runner.cache_clear()
+
+
+def compare(name: str, draws_of_pyro: int | None) -> pd.DataFrame:
     model = MODELS[name]()
-    rows = {
-        "ppl_ext.pyro.NUTS": run_pyro(model, ppl_ext.pyro.NUTS(model.pyro), DRAWS, WARMUP),
-        "NumPyro NUTS": run_numpyro(model),
+    few = draws_of_pyro or model.draws_of_pyro
+    torch_nuts = functools.partial(pyro.infer.NUTS, model.pyro)
+    runs = {
+        "ppl_ext.pyro.MCMC": (ours(model), DRAWS),
+        "ppl_ext in pyro.infer.MCMC": (
+            in_pyro(model, ppl_ext.pyro.NUTS(model.pyro), DRAWS, WARMUP),
+            DRAWS,
+        ),
+        "NumPyro": (in_numpyro(model), DRAWS),
+        "Pyro": (in_pyro(model, torch_nuts(), few, few), few),
+        "Pyro, jit": (
+            in_pyro(model, torch_nuts(jit_compile=True, ignore_jit_warnings=True), few, few),
+            few,
+        ),
     }
-    for label, options in (
-        ("pyro NUTS", {}),
-        ("pyro NUTS, jit", {"jit_compile": True, "ignore_jit_warnings": True}),
-    ):
-        kernel = pyro.infer.NUTS(model.pyro, **options)
-        rows[label] = run_pyro(model, kernel, model.pyro_draws, model.pyro_warmup)
-    table = pd.DataFrame(rows).T
-    ours = table.loc["ppl_ext.pyro.NUTS"]
-    table["ratio"] = ours["ess/s"] / table["ess/s"]
-    table["ratio of all"] = ours["ess/s of all"] / table["ess/s of all"]
+    rates: dict[str, list[float]] = {label: [] for label in runs}
+    of_all = {}
+    pyro.set_rng_seed(0)
+    with tempfile.TemporaryDirectory() as folder:
+        cold = dict(zip(("ppl_ext.pyro.MCMC", "NumPyro"), set_up(model), strict=True))
+        forget_compiled_programs()
+        with jax_cache(folder):
+            set_up(model)
+            forget_compiled_programs()
+            warm = dict(zip(("ppl_ext.pyro.MCMC", "NumPyro"), set_up(model), strict=True))
+    for label, (run, draws) in runs.items():
+        forget_compiled_programs()
+        start = time.perf_counter()
+        ess, sampling = run()
+        total = time.perf_counter() - start
+        if draws < DRAWS:
+            # to DRAWS draws and WARMUP of warm-up at this speed
+            total += sampling / draws * (DRAWS - draws + WARMUP - draws)
+            rates[label].append(ess / sampling)
+        of_all[label] = ess * DRAWS / draws / total
+    # the compiled programs are there from the second round on
+    for repeat in range(REPEATS + 1):
+        for label, (run, draws) in runs.items():
+            if draws == DRAWS:
+                ess, sampling = run()
+                if repeat:
+                    rates[label].append(ess / sampling)
+    table = pd.DataFrame({"ess/s": {label: np.median(r) for label, r in rates.items()}})
+    table["ratio"] = table["ess/s"].iloc[0] / table["ess/s"]
+    table["ess/s of all"] = pd.Series(of_all)
+    table["ratio of all"] = table["ess/s of all"].iloc[0] / table["ess/s of all"]
+    table["set-up"] = pd.Series(cold)
+    table["set-up, cached"] = pd.Series(warm)
     return table
 
 
-def main(names: list[str]) -> None:
+@contextlib.contextmanager
+def jax_cache(folder: str) -> Iterator[None]:
+    """JAX's cache of compiled programs in `folder`."""
+    options = {
+        "jax_compilation_cache_dir": folder,
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+    }
+    before = {name: getattr(jax.config, name) for name in options}
+    for name, value in options.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="NUTS on Pyro models, beside its peers.")
+    parser.add_argument("model", nargs="*", choices=[*MODELS, []], metavar="MODEL")
+    parser.add_argument(
+        "--draws-of-pyro", type=int, help="as many draws, and of warm-up, by Pyro's own NUTS"
+    )
+    arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    for name in names or MODELS:
-        print(f"\n{name}\n{compare(name).to_string(float_format='{:.3g}'.format)}", flush=True)
+    for name in arguments.model or MODELS:
+        table = compare(name, arguments.draws_of_pyro)
+        print(f"\n{name}\n{table.to_string(float_format='{:.3g}'.format, na_rep='')}", flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

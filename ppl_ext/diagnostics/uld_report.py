@@ -157,7 +157,7 @@ def uld_report(run: MCMC | Any, *, richardson: bool = False) -> ULDReport:
     from ppl_ext.convert import to_arviz
 
     # NumPyro's `MCMC` calls its kernel `sampler`, Pyro's `kernel`
-    kernel = getattr(run, "sampler", None) or getattr(run, "kernel", None)
+    kernel = getattr(run, "kernel", None) or getattr(run, "sampler", None)
     if not hasattr(getattr(kernel, "settings", None), "integrator"):
         raise TypeError(
             "uld_report takes a run of ppl_ext.numpyro.ULD or ppl_ext.pyro.ULD, got "

@@ -12,15 +12,18 @@ torch = pytest.importorskip("torch")
 pyro = pytest.importorskip("pyro")
 
 import pyro.distributions as dist
+from pyro import poutine
 from pyro.infer.mcmc.api import StreamingMCMC
 
 import ppl_ext
 from ppl_ext import _arviz
-from ppl_ext.diagnostics import attach_scores
+from ppl_ext.diagnostics import attach_scores, uld_report
 from ppl_ext.errors import InitializationError, TracingError, UnsupportedModelError
 from ppl_ext.pyro import HMC, MCMC, NUTS, ULD
+from ppl_ext.pyro.entries import normal_with_known_variances
 from ppl_ext.pyro.kernel import Kernel
 from ppl_ext.pyro.runner import Transition
+from ppl_ext.pyro.target import Posterior
 
 Y = torch.tensor([0.3, -1.2, 0.7, 2.0])
 # posterior of a normal mean with prior Normal(0, 10)
@@ -363,3 +366,51 @@ def test_a_run_must_come_first():
         kernel = hmc()
     with pytest.raises(RuntimeError, match="`setup` must be called before `sample`"):
         kernel.sample({})
+
+
+def test_gaussian_prior_is_read_from_the_model():
+    def model(scale):
+        fixed = pyro.sample("fixed", dist.Normal(torch.tensor([1.0, 2.0]), 0.5).to_event(1))
+        with pyro.plate("group", 3):
+            pyro.sample("wide", dist.Normal(0.0, scale))
+        tau = pyro.sample("tau", dist.HalfNormal(1.0))
+        pyro.sample("given_tau", dist.Normal(0.0, tau))
+        pyro.sample("partly", dist.Normal(torch.stack([tau, tau * 0 + 3]), 2.0).to_event(1))
+        with poutine.scale(scale=2.0):
+            pyro.sample("scaled", dist.Normal(0.0, 1.0))
+        pyro.sample("y", dist.Normal(fixed.sum(), 1.0), obs=torch.tensor(0.0))
+
+    mean, precision = Posterior(model, (torch.tensor(4.0),), {}).gaussian_prior()
+    np.testing.assert_allclose(mean["fixed"], [1, 2])
+    np.testing.assert_allclose(precision["fixed"], 4)
+    np.testing.assert_allclose(precision["wide"], [1 / 16] * 3)
+    np.testing.assert_allclose((mean["partly"], precision["partly"]), ([0, 3], [0, 0.25]))
+    assert precision["given_tau"] == precision["tau"] == precision["scaled"] == 0
+
+
+@pytest.mark.parametrize(
+    ("driver", "prior_precision"),
+    [(pyro.infer.MCMC, None), (MCMC, {"theta": 0.04}), (MCMC, None)],
+)
+def test_kbk_and_its_report(driver, prior_precision):
+    example = normal_with_known_variances()
+    kernel = ULD(example.model, integrator="kbk", prior_precision=prior_precision)
+    pyro.set_rng_seed(3)
+    mcmc = driver(kernel, 1000, 500, disable_progbar=True)
+    mcmc.run(*example.args)
+    z = (mcmc.get_samples()["theta"].numpy() - example.mean["theta"]) / example.sd["theta"]
+    # adjacent draws correlate little: the standard error is about 0.04
+    assert (np.abs(z.mean(0)) < 0.25).all()
+    report = uld_report(mcmc)
+    assert report.integrator == "kbk"
+    assert abs(report.worst_variance_bias) < 0.1
+    facts = _arviz.get_group(ppl_ext.to_arviz(mcmc), "sample_stats").attrs
+    np.testing.assert_allclose(facts["uld_prior_precision"], 0.04, rtol=1e-6)
+    with pytest.raises(TypeError, match="half the `step_size`"):
+        uld_report(mcmc, richardson=True)
+
+
+def test_uld_names_unknown_sites_of_prior_precision():
+    mcmc = MCMC(ULD(location, integrator="kbk", prior_precision={"nu": 1.0}), 2, 2)
+    with pytest.raises(ValueError, match="unknown sites \\['nu'\\]; the model has \\['mu'\\]"):
+        mcmc.run()
