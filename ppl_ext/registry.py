@@ -117,6 +117,15 @@ def target(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Target:
     return numpyro_target(model, *args, **kwargs)
 
 
+def converter(mcmc: Any) -> Callable[..., Any] | None:
+    """What turns a run into ArviZ's container, for a language that ArviZ itself does not read."""
+    if not any(c.__module__.startswith("pyro.infer.mcmc") for c in type(mcmc).__mro__):
+        return None
+    from ppl_ext.pyro.convert import to_arviz
+
+    return to_arviz
+
+
 def available() -> pd.DataFrame:
     """Table of the kernels by name and language: models they take, exact or biased, source.
 
