@@ -6,6 +6,7 @@ for models that cannot be recorded.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from ppl_ext.errors import TracingError
+from ppl_ext.errors import TracingError, UnsupportedModelError
 from ppl_ext.pyro.check import compare, random_points, same_program, torch_value_and_grad
 from ppl_ext.pyro.program import Program, record, to_jax
 from ppl_ext.target import Array, PyTree
@@ -79,10 +80,12 @@ def build_potential(
         evaluates it, and a warning says why.
     MismatchError
         When JAX and PyTorch disagree; names the operation.
+    UnsupportedModelError
+        When the function has two values at the same point.
     """
-    if engine == "torch":
-        return CallbackPotential(potential_fn, start), ()
     points = random_points(start)
+    if engine == "torch":
+        return _callback(potential_fn, start, points[0]), ()
     wrapped = lambda z: {"potential_energy": potential_fn(z)}  # noqa: E731
     try:
         recording = record(wrapped, points[0])
@@ -90,11 +93,12 @@ def build_potential(
     except TracingError as error:
         if engine == "xla":
             raise
+        callback = _callback(potential_fn, start, points[0])
         warnings.warn(
             f"PyTorch evaluates this model, which is slow, because JAX cannot: {error}",
             stacklevel=3,
         )
-        return CallbackPotential(potential_fn, start), ()
+        return callback, ()
     potential = TracedPotential(recording.program)
     count = len(recording.program.operations)
     if count > MANY_OPERATIONS:
@@ -110,6 +114,19 @@ def build_potential(
     if checked is not None:
         checked.add(recording.program.key)
     return potential, data
+
+
+def _callback(
+    potential_fn: Callable[[Tensors], torch.Tensor], start: Tensors, point: Tensors
+) -> CallbackPotential:
+    values = [float(torch_value_and_grad(potential_fn, point)[0]) for _ in range(2)]
+    if values[0] != values[1] and not all(map(math.isnan, values)):
+        raise UnsupportedModelError(
+            f"The potential energy is {values[0]} and then {values[1]} at the same point: the "
+            "model draws random numbers outside of `pyro.sample`. Draw them before the run and "
+            "pass them as data."
+        )
+    return CallbackPotential(potential_fn, start)
 
 
 @contextmanager

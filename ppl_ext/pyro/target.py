@@ -179,9 +179,10 @@ class Posterior:
         # from left to right, as their axes are; a plate that is a loop has no axis
         frames = sorted(node["cond_indep_stack"], key=lambda frame: frame.dim or -1000)
         plates = tuple(frame.name for frame in frames)
-        if node["infer"].get("_deterministic"):
-            return Site(name, "deterministic", shape, plates=plates)
         distribution = node["fn"]
+        # `pyro.deterministic`, and a site that a reparametrisation computes from another one
+        if node["is_observed"] and _family(distribution) == "Delta":
+            return Site(name, "deterministic", shape, plates=plates)
         support = distribution.support
         common: dict[str, Any] = dict(
             distribution=_family(distribution),

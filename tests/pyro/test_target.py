@@ -298,3 +298,29 @@ def test_explain_names_discrete_sites_and_minibatches():
     assert ppl_ext.explain(location, Y).verdicts == {"HMC": None, "NUTS": None, "ULD": None}
     with pytest.raises(TypeError, match="must be a callable"):
         target([])
+
+
+def test_a_reparametrised_site_is_deterministic():
+    @poutine.reparam(config={"theta": LocScaleReparam(0.0)})
+    def model():
+        tau = pyro.sample("tau", dist.HalfNormal(1.0))
+        theta = pyro.sample("theta", dist.Normal(0.0, tau))
+        pyro.sample("y", dist.Normal(theta, 1.0), obs=torch.tensor(1.0))
+
+    t = target(model)
+    assert [(s.name, s.kind) for s in t.sites] == [
+        ("tau", "latent"),
+        ("theta_decentered", "latent"),
+        ("theta", "deterministic"),
+        ("y", "observed"),
+    ]
+    values = t.constrain(jnp.array([0.0, 3.0]))
+    # the scale tau = exp(0)
+    assert float(values["theta"]) == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize("engine", ["auto", "torch"])
+def test_random_numbers_in_the_model_are_refused(engine):
+    posterior = Posterior(lambda: pyro.sample("mu", dist.Normal(torch.randn(()), 1.0)), (), {})
+    with pytest.raises(UnsupportedModelError, match="draws random numbers outside of"):
+        build_potential(posterior.potential_fn, posterior.start, engine)
