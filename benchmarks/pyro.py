@@ -32,6 +32,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import arviz as az
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -43,7 +44,6 @@ import pyro.distributions as pdist
 import pyro.infer
 import torch
 from jax.experimental.compilation_cache import compilation_cache
-from numpyro.diagnostics import effective_sample_size
 
 import ppl_ext.pyro
 from ppl_ext.pyro.runner import runner
@@ -224,7 +224,7 @@ def smallest_ess(draws: dict[str, Any]) -> float:
     for values in draws.values():
         flat = np.asarray(values, float).reshape(1, len(values), -1)
         flat = flat[..., flat.std(1)[0] > 1e-6]
-        smallest = min(smallest, float(np.min(effective_sample_size(flat))))
+        smallest = min(smallest, float(az.ess(az.convert_to_dataset(flat))["x"].min()))
     return smallest
 
 
