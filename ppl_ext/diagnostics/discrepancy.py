@@ -110,7 +110,7 @@ def psd(
     Warns
     -----
     UserWarning
-        If draws that are not finite were left out.
+        If draws that are not finite were left out, or scalars whose scores are all zero.
 
     Notes
     -----
@@ -154,7 +154,7 @@ def psd(
     )
     features = SteinBasis(scored.dimension, order, interactions, basis)
     transform = standardization(scored, standardize)
-    if notice := scored.exclusion_notice():
+    for notice in scored.exclusion_notices():
         warnings.warn(f"psd: {notice}", stacklevel=2)
     start = np.zeros(1, dtype=np.intp)
     parts = list(scored.chains()) if per_chain else [scored]

@@ -179,6 +179,8 @@ def test_bad_input_is_refused_with_the_reason() -> None:
         psd(np.stack([x, x], axis=2), np.stack([x, x], axis=2), standardize="full")
     with pytest.raises(ValueError, match="no draw at which all"):
         psd(np.full((2, 50), np.nan), -x)
+    with pytest.raises(ValueError, match="all scores are zero"):
+        psd(x, 0 * x)
     with pytest.raises(ValueError, match="draws of 'x' are of type complex128: real numbers"):
         psd(x + 0j, -x)
     with pytest.raises(ValueError, match="there are no draws of 'x'"):
