@@ -126,7 +126,7 @@ class ScoredDraws:
         ValueError
             If that leaves nothing.
         """
-        proper = self.scores[:, 0].any(axis=0)
+        proper = np.asarray(self.scores[:, 0].any(axis=0))
         if proper.all():
             return self
         proper[~proper] = self.scores[..., ~proper].any(axis=(0, 1))
