@@ -158,7 +158,7 @@ def psd(
         warnings.warn(f"psd: {notice}", stacklevel=2)
     start = np.zeros(1, dtype=np.intp)
     parts = list(scored.chains()) if per_chain else [scored]
-    found = [feature_sums(part, transform, features, start) for part in parts]
+    found = [feature_sums(part, transform, features, start, unbiased) for part in parts]
     sums = np.concatenate([part.sums for part in found])
     squares = np.stack([part.squares for part in found])
     w = [part.finite if part.weights is None else part.weights for part in parts]

@@ -260,10 +260,11 @@ def scored_draws(
                 f"{dict(scores[name].sizes)}: a score has the shape of its draw"
             )
     scores = xr.Dataset({name: scores[name].transpose(*v.dims) for name, v in draws.items()})
-    try:
-        draws, scores = xr.align(draws, scores, join="exact", copy=False)
-    except ValueError as error:
-        raise ValueError(f"the coordinates of draws and scores differ: {error}") from error
+    if draws.coords or scores.coords:
+        try:
+            draws, scores = xr.align(draws, scores, join="exact", copy=False)
+        except ValueError as error:
+            raise ValueError(f"the coordinates of draws and scores differ: {error}") from error
 
     x = _matrix(draws, dims) if draws.data_vars else np.empty((0, 0, 0))
     s = _matrix(scores, dims) if draws.data_vars else x

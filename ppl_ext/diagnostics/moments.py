@@ -62,8 +62,8 @@ class Standardization:
         self, x: npt.NDArray[np.floating], score: npt.NDArray[np.floating]
     ) -> tuple[FloatArray, FloatArray]:
         """Return draws and scores of shape (n, d) in the new coordinates, shape (d, n)."""
-        centred = np.ascontiguousarray((x.astype(np.float64) - self.mean).T)
-        s = np.ascontiguousarray(score.astype(np.float64).T)
+        centred = np.ascontiguousarray((x.astype(np.float64, copy=False) - self.mean).T)
+        s = np.ascontiguousarray(score.T, dtype=np.float64)
         if self.scale.ndim == 1:
             return centred * self.inverse[:, None], s * self.scale[:, None]
         return self.inverse @ centred, self.scale.T @ s
@@ -115,7 +115,7 @@ def standardization(scored: ScoredDraws, kind: Standardize) -> Standardization:
     mean /= scored.total_weight
     second: FloatArray = np.zeros((d, d) if kind == "full" else d)
     for x, _, w in finite_chunks(scored, d):
-        centred = x.astype(np.float64) - mean
+        centred = x.astype(np.float64, copy=False) - mean
         times_weight = centred if w is None else w * centred
         if kind == "full":
             second += times_weight.T @ centred
@@ -163,7 +163,8 @@ class FeatureSums:
     sums
         Shape (segments, features): weighted sum over the finite draws of each segment.
     squares
-        Shape (features,): sum of the squares of features times weights over all finite draws.
+        Shape (features,): sum of the squares of features times weights over all finite draws;
+        zero if they were not asked for.
     """
 
     sums: FloatArray
@@ -175,6 +176,7 @@ def feature_sums(
     transform: Standardization,
     features: Features,
     starts: npt.NDArray[np.intp],
+    with_squares: bool = True,
 ) -> FeatureSums:
     """Sum the features over segments of the draws of all chains in a row.
 
@@ -191,7 +193,7 @@ def feature_sums(
     weights = None if scored.weights is None else scored.weights.reshape(-1)
     sums = np.zeros((len(starts), len(features)))
     squares = np.zeros(len(features))
-    chunk_sums: Callable[..., tuple[FloatArray, FloatArray]] = _host_sums
+    chunk_sums: Callable[..., tuple[FloatArray, FloatArray | float]] = _host_sums
     size = _CHUNK_BYTES
     if isinstance(features, SteinBasis) and _worth_a_device(finite.size * len(features)):
         chunk_sums, size = _device_sums, _DEVICE_BYTES
@@ -207,7 +209,7 @@ def feature_sums(
             y, score = np.zeros((2, d, len(keep)))
             y[:, keep], score[:, keep] = transform(x[rows][keep], s[rows][keep])
             w = keep if w is None else w
-        of_segments, of_squares = chunk_sums(features, y, score, w, local)
+        of_segments, of_squares = chunk_sums(features, y, score, w, local, with_squares)
         sums[first:last] += of_segments
         squares += of_squares
     return FeatureSums(sums, squares)
@@ -219,7 +221,8 @@ def _host_sums(
     score: FloatArray,
     weights: npt.NDArray[Any] | None,
     starts: npt.NDArray[np.intp],
-) -> tuple[FloatArray, FloatArray]:
+    with_squares: bool,
+) -> tuple[FloatArray, FloatArray | float]:
     """Return the sums of one chunk over its segments, and those of the squares."""
     values = features(x, score)
     if weights is not None:
@@ -228,7 +231,7 @@ def _host_sums(
         sums = values.sum(axis=1)[None]
     else:
         sums = np.add.reduceat(values, starts, axis=1).T
-    return sums, np.einsum("jn,jn->j", values, values)
+    return sums, np.einsum("jn,jn->j", values, values) if with_squares else 0.0
 
 
 def _worth_a_device(numbers: int) -> bool:
@@ -242,8 +245,9 @@ def _device_sums(
     score: FloatArray,
     weights: npt.NDArray[Any] | None,
     starts: npt.NDArray[np.intp],
-) -> tuple[FloatArray, FloatArray]:
-    """Return what `_host_sums` does, by JAX."""
+    with_squares: bool,
+) -> tuple[FloatArray, FloatArray | float]:
+    """Return what `_host_sums` does, by JAX, and the squares in any case."""
     n = x.shape[1]
     # Shapes that are powers of two are compiled once; what fills them up has no weight.
     rows, segments = (1 << int(length - 1).bit_length() for length in (n, len(starts)))
