@@ -1,9 +1,10 @@
 """Evidence for the polynomial Stein discrepancy: tables in Markdown, on standard output.
 
-    python benchmarks/psd.py [SECTION ...] [--replicates N]
+    python benchmarks/psd.py [SECTION ...] [--replicates N] [--quick]
 
-Sections: analytic, level, lambda, power, posteriors, time. All of them at their full number of
-replicates (1,000 for levels, 2,000 for powers) take hours on two cores; `--replicates` bounds it.
+Sections: analytic, level, lambda, power, posteriors, time; by default all. At their full number of
+replicates (1,000 for levels, 2,000 for powers) `level` takes half an hour of one core, `lambda`
+80 minutes and `power` two hours; `--replicates` bounds them. Set OPENBLAS_NUM_THREADS=1.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from ppl_ext.diagnostics.features import n_features
 HERE = Path(__file__).parent
 ANALYTIC = HERE.parent / "tests" / "diagnostics" / "data" / "psd_analytic.json"
 PUBLISHED = HERE / "data" / "published_psd_power.json"
-LEVEL = 0.05
+LEVEL, QUICK_REPLICATES = 0.05, 10
 Draw = Callable[[np.random.Generator], Any]
 PAPER = {"basis": "monomial", "standardize": None}
 
@@ -246,6 +247,7 @@ def unconstrained_draws(problem: Any) -> tuple[Any, np.ndarray]:
 
 def posteriors(_: int | None) -> None:
     """Reference draws, and the same with one unconstrained scale times 1.15."""
+    jax.config.update("jax_enable_x64", True)
     columns: dict[str, dict[str, Any]] = {
         "`batch`, full": {},
         "`batch`, diag": {"standardize": "diag"},
@@ -281,7 +283,6 @@ def posteriors(_: int | None) -> None:
                     predicted = predicted_power(covariance, j, 1.15, n)
                     yield [name, str(n), f"z[{j}] x 1.15", f"{predicted:.2f}", *pvalues]
 
-    jax.config.update("jax_enable_x64", True)
     table(
         "p-values of reference draws, and of the same with one scale too large (order 2)",
         ["posterior", "draws", "change", "predicted power", *columns],
@@ -342,12 +343,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("sections", nargs="*", metavar="SECTION", help=", ".join(SECTIONS))
     parser.add_argument("--replicates", type=int, help="instead of 1,000 or 2,000")
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK_REPLICATES} replicates")
     arguments = parser.parse_args()
     if unknown := set(arguments.sections) - set(SECTIONS):
         parser.error(f"no section {sorted(unknown)}; there are {list(SECTIONS)}")
+    replicates = QUICK_REPLICATES if arguments.quick else arguments.replicates
     warnings.simplefilter("ignore")
     for name in arguments.sections or SECTIONS:
-        SECTIONS[name](arguments.replicates)
+        SECTIONS[name](replicates)
 
 
 if __name__ == "__main__":
