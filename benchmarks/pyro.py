@@ -398,7 +398,12 @@ def main() -> None:
     parser.add_argument(
         "--draws-of-pyro", type=int, help="as many draws, and of warm-up, by Pyro's own NUTS"
     )
+    parser.add_argument(
+        "--quick", action="store_true", help="eight schools only, 20 draws by Pyro's own NUTS"
+    )
     arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.model, arguments.draws_of_pyro = ["eight_schools"], 20
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     for name in arguments.model or MODELS:

@@ -4,7 +4,8 @@
     python benchmarks/uld.py time        time of a step over the gradient's, of 64 chains over one's
     python benchmarks/uld.py gradients   gradients until the second moments are right (hours)
 
-Without an argument: `bias` and `time`. The peers of `gradients` need the extra `bench`.
+Without an argument: `bias` and `time`, which `--quick` repeats less often. The peers of `gradients`
+need the extra `bench`.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ def adult() -> tuple[np.ndarray, np.ndarray]:
     return x.astype(np.float32), (income == ">50K").to_numpy(np.int32)
 
 
-def timing() -> None:
+def timing(repeats: int) -> None:
     """Ratios within one run: the competitors take turns, and the medians are compared."""
     cases = {
         "adult logistic regression": (adult(), 20),
@@ -134,7 +135,7 @@ def timing() -> None:
             names = list(INTEGRATORS)
         programs = {"gradient": gradient_loop(target, data, steps)}
         programs |= {name: step_loop(target, data, steps, name) for name in names}
-        seconds = take_turns(programs)
+        seconds = take_turns(programs, repeats)
         ratios = pd.Series({name: seconds[name] / seconds["gradient"] for name in names})
         print(f"\n{case}: a gradient takes {1e3 * seconds['gradient'] / steps:.3f} ms")
         print("Time of a step over that of a gradient (rmm and quicksort have two gradients)")
@@ -143,7 +144,7 @@ def timing() -> None:
     data = tuple(map(jnp.asarray, cases["adult logistic regression"][0]))
     target = registry.target(logistic, *data)
     one, many = (step_loop(target, data, 5, "baoab", chains) for chains in (None, 64))
-    seconds = take_turns({"one": one, "many": many}, repeats=5)
+    seconds = take_turns({"one": one, "many": many}, min(repeats, 5))
     print(
         f"adult: time per chain of 64 vectorised chains over that of one: "
         f"{seconds['many'] / 64 / seconds['one']:.2f}"
@@ -180,7 +181,7 @@ def step_loop(
     return lambda: draw(state, *data)
 
 
-def take_turns(programs: dict[str, Callable[[], Any]], repeats: int = 9) -> dict[str, float]:
+def take_turns(programs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
     """Median seconds of each program."""
     for program in programs.values():
         jax.block_until_ready(program())
@@ -452,12 +453,13 @@ def main() -> None:
     parser.add_argument("part", nargs="?", choices=("bias", "time", "gradients"))
     parser.add_argument("--problems", nargs="*", default=[], help="of `gradients`; default: all")
     parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--quick", action="store_true", help="`time` with three repeats")
     parser.add_argument("--draws", type=int, default=1000, help="in warm-up, and after it")
     options = parser.parse_args()
     if options.part in (None, "bias"):
         bias()
     if options.part in (None, "time"):
-        timing()
+        timing(3 if options.quick else 9)
     if options.part == "gradients":
         gradients(options.problems, options.seeds, options.draws)
 

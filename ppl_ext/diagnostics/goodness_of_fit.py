@@ -272,7 +272,7 @@ def psd_test(
         draw_axis=draw_axis,
         weights=weights,
     )
-    notices = [notice] if (notice := scored.exclusion_notice()) else []
+    notices = scored.exclusion_notices()
     transform = standardization(scored, standardize)
     basis_ = SteinBasis(scored.dimension, order, interactions is True, basis)
     features: SteinBasis | MatrixMoments = basis_
