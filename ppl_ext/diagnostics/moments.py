@@ -24,7 +24,7 @@ from ppl_ext.errors import TooFewDrawsError
 
 Standardize = Literal["diag", "full"] | None
 
-_CHUNK_BYTES = 2**19
+_CHUNK_BYTES = 2**20
 """Features of a chunk on the host: they fit into a core's cache."""
 
 _DEVICE_BYTES = 2**27
