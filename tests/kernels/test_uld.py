@@ -44,7 +44,7 @@ def test_energy_error_target_keeps_the_bias_at_its_tolerance(x64):
             x, v, noise = u[:1], u[1:2], u[2:, None]
             return step(uld.Noise(noise, 0.0), uld.Phase(x, v, potential(x), x))[1]
 
-        form = np.asarray(jax.hessian(work)(jnp.zeros(2 + normals)))
+        form = np.asarray(jax.jit(jax.hessian(work))(jnp.zeros(2 + normals)))
         both = form @ block_diag([[xx, xv], [xv, vv]], np.eye(normals))
         variance = np.trace(both @ both) / 2
         np.testing.assert_allclose(variance, settings.energy_error_target(1.3), rtol=0.1)
