@@ -275,8 +275,15 @@ def with_reference(
         mcmc.run(jax.random.key(99), *args, **kwargs)
         bound = registry.target(program, *args, **kwargs).bind(*args, **kwargs)
         x = np.asarray(jax.jit(jax.vmap(bound.unconstrain))(mcmc.get_samples()))
+    # the samplers run in float32
+    args, kwargs = jax.tree.map(_narrow, (args, kwargs))
     target = registry.target(program, *args, **kwargs).bind(*args, **kwargs)
     return Problem(target, (x**2).mean(0), (x**2).var(0))
+
+
+def _narrow(data: Any) -> np.ndarray:
+    data = np.asarray(data)
+    return data.astype(np.float32) if data.dtype.kind == "f" else data
 
 
 # one draw: state -> state, position, gradients

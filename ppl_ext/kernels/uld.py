@@ -73,9 +73,8 @@ TIME_PER_DRAW = 2.0
 MAX_STEPS_PER_DRAW = 1024
 MAX_STEPS_BEFORE_METRIC = 16
 
-# Hessian-vector products for the largest curvature: in new coordinates, and after every tenth draw
-LANCZOS_STEPS = 6
-LANCZOS_STEPS_BETWEEN, DRAWS_BETWEEN = 2, 10
+# Hessian-vector products for the largest curvature: in new coordinates, and between
+LANCZOS_STEPS, LANCZOS_STEPS_BETWEEN = 6, 2
 
 # at most so many steps, and so many numbers, in one call of the random number generator
 NOISE_BLOCK, NOISE_BLOCK_SIZE = 8, 4096
@@ -103,6 +102,14 @@ class Settings:
     def spec(self) -> Integrator:
         """The integrator."""
         return INTEGRATORS[self.integrator]
+
+    @property
+    def draws_between(self) -> int:
+        """Draws from one look at the curvature to the next.
+
+        It varies over the posterior, and without an energy error nothing else limits the step.
+        """
+        return 10 if self.spec.energy_order is not None else 2
 
     def energy_error_target(self, friction: Any = 1.0) -> Any:
         """Var(W) / d at which the average bias of the standard deviations is `bias_tolerance`.
@@ -242,7 +249,7 @@ def init(key: Array, z: PyTree, target: Target, settings: Settings) -> State:
         grad_moment=zeros,
     )
     prior = gaussian_prior(target, settings, zeros)
-    adapt = _update_curvature(adapt, x, target, prior, LANCZOS_STEPS)
+    adapt = _update_curvature(adapt, x, target, prior, settings, LANCZOS_STEPS)
     adapt = _restart_step(adapt, settings, prior)
     velocity = jax.random.normal(key_velocity, x.shape, dtype)
     potential_energy = potential_energy.astype(dtype)
@@ -462,7 +469,9 @@ def _adapt(
     with_correlations = state.i > 0.3 * num_warmup
     adapt = _run_if(update_metric, lambda a: _update_metric(a, with_correlations), adapt)
     adapt = _run_if(
-        products > 0, lambda a: _update_curvature(a, phase.x, target, prior, products), adapt
+        products > 0,
+        lambda a: _update_curvature(a, phase.x, target, prior, settings, products),
+        adapt,
     )
     adapt = _run_if(update_metric, lambda a: _restart_step(a, settings, prior), adapt)
     adapt = _check_stein(adapt, phase, state.i, settings, num_warmup)
@@ -506,12 +515,13 @@ def _update_log_step(a: AdaptState, state: State, settings: Settings) -> AdaptSt
     elif settings.spec.energy_order is None:
         change = jnp.ones_like(a.log_step)
     else:
+        # not the log of the ratio: W has heavy tails, and its mean square is sought
         ratio = state.mean_square_error / settings.energy_error_target(a.friction)
-        change = -jnp.log(ratio + 1e-12) / settings.spec.energy_order
+        change = (1 - ratio) / settings.spec.energy_order
     if settings.adjust != "malt":
         # a chain most steps of which are undone needs a smaller step at once
         change = jnp.where(state.accept_prob < 0.5, -jnp.inf, change)
-    rate = jnp.maximum(0.1, 5 / (5 + a.num_draws))
+    rate = jnp.maximum(0.03, 5 / (5 + a.num_draws))
     return a._replace(log_step=a.log_step + jnp.clip(rate * change, -math.log(2), 0.3))
 
 
@@ -566,13 +576,18 @@ def curvature_products(settings: Settings, num_warmup: int) -> np.ndarray:
         if update:
             # the curvature belongs to the coordinates
             products[i], last = LANCZOS_STEPS, i
-        elif (i - last) % DRAWS_BETWEEN == 0:
+        elif (i - last) % settings.draws_between == 0:
             products[i] = LANCZOS_STEPS_BETWEEN
     return products
 
 
 def _update_curvature(
-    a: AdaptState, x: Array, target: Target, prior: tuple[Array, Array], steps: Any
+    a: AdaptState,
+    x: Array,
+    target: Target,
+    prior: tuple[Array, Array],
+    settings: Settings,
+    steps: Any,
 ) -> AdaptState:
     """So many Lanczos steps on Hessian-vector products; the largest recent value.
 
@@ -587,7 +602,7 @@ def _update_curvature(
         return _transposed_times(a.scale, image).astype(direction.dtype)
 
     curvature, direction = largest_eigenvalue(product, a.direction, steps)
-    remembered = a.curvature * a.num_draws / (2 * DRAWS_BETWEEN + a.num_draws)
+    remembered = a.curvature * a.num_draws / (2 * settings.draws_between + a.num_draws)
     return a._replace(direction=direction, curvature=jnp.maximum(remembered, curvature))
 
 

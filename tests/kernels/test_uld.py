@@ -244,6 +244,25 @@ def test_lanczos_finds_the_largest_eigenvalue(size):
     np.testing.assert_allclose(abs(direction @ vectors[:, -1]), 1, rtol=2e-3)
 
 
+def test_warm_up_finds_the_mean_square_energy_error():
+    """With heavy tails of W: 0.65 of what is sought, 0.12 to 2.2 over 20 chains."""
+    target = potential_target(lambda z: jnp.sum(z["x"] ** 4) / 4, {"x": np.zeros(8)})
+    settings = uld.Settings()
+
+    def body(state, _):
+        state = uld.step(state, target, settings, 600)
+        return state, state.mean_square_error
+
+    @jax.jit
+    @jax.vmap
+    def chain(key):
+        state = uld.init(key, {"x": jnp.ones(8)}, target, settings)
+        return jax.lax.scan(body, state, length=1600)[1][600:].mean()
+
+    found = chain(jax.random.split(jax.random.key(0), 20)) / settings.energy_error_target()
+    assert 0.4 < found.mean() < 1.6
+
+
 def test_lanczos_without_usable_products_keeps_its_start():
     start = jnp.array([0.6, 0.8])
     for product in (lambda v: jnp.nan * v, lambda v: 0 * v):
