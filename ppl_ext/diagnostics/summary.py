@@ -86,7 +86,7 @@ def summary(
     >>> data = _arviz.from_groups({"posterior": draws, "unconstrained_posterior": draws,
     ...                            "unconstrained_posterior_score": -draws})
     >>> float(summary(data).loc["mu", "psd_t"])
-    0.59
+    0.6
     """
     if not _arviz.is_container(data):
         raise TypeError(

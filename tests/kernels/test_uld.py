@@ -362,7 +362,7 @@ def test_metric_updates_leave_the_last_fifth_to_the_step_size(num_warmup):
 @pytest.mark.parametrize("num_warmup", [0, 1, 5])
 def test_a_short_warm_up_leaves_a_usable_step(num_warmup):
     state, (draws, *_) = run(gaussian(CURVATURES), uld.Settings(), num_warmup, num_samples=100)
-    assert 0 < state.adapt_state.step_size * np.sqrt(2.5) <= uld.MAX_STABLE_STEP * 1.001
+    assert 0 < state.adapt_state.step_size * np.sqrt(2.5) <= uld.MAX_STABLE_STEP_BAOAB * 1.001
     assert np.isfinite(draws).all() and draws.std() > 0.1
 
 
