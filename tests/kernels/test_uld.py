@@ -236,6 +236,11 @@ def test_lanczos_finds_the_largest_eigenvalue(size):
     find = jax.jit(lambda start: uld.largest_eigenvalue(lambda v: matrix @ v, start, 6))
     found, direction = find(start)
     if size > 6:
+        # two steps: the largest eigenvalue in the plane of the start and its image
+        plane = np.linalg.qr(np.stack([start, matrix @ start], 1).astype(np.float64))[0]
+        ritz = np.abs(np.linalg.eigvalsh(plane.T @ np.asarray(matrix) @ plane)).max()
+        two, _ = uld.largest_eigenvalue(lambda v: matrix @ v, start, 2)
+        np.testing.assert_allclose(two, ritz, rtol=1e-4)
         # go on from where it ended
         np.testing.assert_allclose(found, 6, rtol=0.1)
         for _ in range(5):
