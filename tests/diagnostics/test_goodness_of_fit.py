@@ -177,6 +177,14 @@ def test_draws_that_are_not_finite_are_counted(ar1: MakeChains) -> None:
     assert np.isfinite(result.features.values).all() and result.pvalue > 0.01
 
 
+def test_largest_t_of_skewed_features_has_a_warning() -> None:
+    x = np.random.default_rng(17).normal(size=(4, 500, 2))
+    for order in (3, 4):
+        result = psd_test(x, -x, method="max", order=order, n_boot=9)
+        assert any("are skewed" in text for text in result.warnings) == (order == 4)
+    assert not psd_test(x, -x, order=4, n_boot=9).warnings
+
+
 def test_constant_feature_is_infinitely_significant() -> None:
     """With the score 1 / x, the feature of degree two is 2 + 2 x / x."""
     x = np.random.default_rng(10).normal(size=(4, 500))
