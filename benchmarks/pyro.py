@@ -224,6 +224,8 @@ def smallest_ess(draws: dict[str, Any]) -> float:
     for values in draws.values():
         flat = np.asarray(values, float).reshape(1, len(values), -1)
         flat = flat[..., flat.std(1)[0] > 1e-6]
+        if not flat.size:  # a chain that stands still
+            return np.nan
         smallest = min(smallest, float(az.ess(az.convert_to_dataset(flat))["x"].min()))
     return smallest
 
@@ -399,11 +401,11 @@ def main() -> None:
         "--draws-of-pyro", type=int, help="as many draws, and of warm-up, by Pyro's own NUTS"
     )
     parser.add_argument(
-        "--quick", action="store_true", help="eight schools only, 20 draws by Pyro's own NUTS"
+        "--quick", action="store_true", help="eight schools only, 50 draws by Pyro's own NUTS"
     )
     arguments = parser.parse_args()
     if arguments.quick:
-        arguments.model, arguments.draws_of_pyro = ["eight_schools"], 20
+        arguments.model, arguments.draws_of_pyro = ["eight_schools"], 50
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     for name in arguments.model or MODELS:
