@@ -1,9 +1,10 @@
 """Evidence for the polynomial Stein discrepancy: tables in Markdown, on standard output.
 
-    python benchmarks/psd.py [SECTION ...] [--replicates N]
+    python benchmarks/psd.py [SECTION ...] [--replicates N] [--quick]
 
-Sections: analytic, level, lambda, power, posteriors, time. All of them at their full number of
-replicates (1,000 for levels, 2,000 for powers) take hours on two cores; `--replicates` bounds it.
+Sections: analytic, level, lambda, power, posteriors, time; by default all. At their full number of
+replicates (1,000 for levels, 2,000 for powers) `level` takes half an hour of one core, `lambda`
+80 minutes and `power` two hours; `--replicates` bounds them. Set OPENBLAS_NUM_THREADS=1.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from ppl_ext.diagnostics.features import n_features
 HERE = Path(__file__).parent
 ANALYTIC = HERE.parent / "tests" / "diagnostics" / "data" / "psd_analytic.json"
 PUBLISHED = HERE / "data" / "published_psd_power.json"
-LEVEL = 0.05
+LEVEL, QUICK_REPLICATES = 0.05, 10
+Draw = Callable[[np.random.Generator], Any]
 PAPER = {"basis": "monomial", "standardize": None}
 
 
@@ -70,19 +72,23 @@ def analytic(_: int | None) -> None:
     )
 
 
-def rate(draw: Callable[[np.random.Generator], Any], replicates: int, **options: Any) -> str:
-    """Return the rejection rate at `LEVEL`; refusals are counted apart."""
+def rates(draw: Draw, replicates: int, tests: list[dict[str, Any]]) -> list[str]:
+    """Return each test's rejection rate at `LEVEL` over the same draws; refusals count apart."""
     rng = np.random.default_rng(1)
-    rejected = refused = 0
+    rejected, refused = np.zeros(len(tests), int), np.zeros(len(tests), int)
     for _ in range(replicates):
         x = draw(rng)
-        try:
-            rejected += psd_test(x, -x, n_boot=199, **options).pvalue <= LEVEL
-        except TooFewDrawsError:
-            refused += 1
-    if refused == replicates:
-        return "refused"
-    return f"{rejected / (replicates - refused):.3f}" + (f" ({refused})" if refused else "")
+        for i, options in enumerate(tests):
+            try:
+                rejected[i] += psd_test(x, -x, n_boot=199, **options).pvalue <= LEVEL
+            except TooFewDrawsError:
+                refused[i] += 1
+    return [
+        "refused"
+        if no == replicates
+        else f"{yes / (replicates - no):.3f}" + (f" ({no})" if no else "")
+        for yes, no in zip(rejected, refused, strict=True)
+    ]
 
 
 def level(replicates: int | None) -> None:
@@ -109,10 +115,8 @@ def level(replicates: int | None) -> None:
                 return scipy.signal.lfilter([1.0], [1.0, -rho], noise, axis=1)
 
             tau = (1 + rho) / (1 - rho)
-            rates = [
-                rate(draw, replicates, interactions=True, **options) for options in columns.values()
-            ]
-            yield [f"{tau:.0f}", f"4 x {n}", *rates]
+            tests = [{"interactions": True} | options for options in columns.values()]
+            yield [f"{tau:.0f}", f"4 x {n}", *rates(draw, replicates, tests)]
 
     table(
         f"Rejection of exact draws at a level of {LEVEL}, d = 5, {replicates} replicates "
@@ -132,81 +136,81 @@ ALTERNATIVES: dict[str, Callable[..., Any]] = {
 }
 
 
+def alternative(name: str, n: int, d: int) -> Draw:
+    """Return the function that draws from an alternative of the published experiments."""
+    return lambda rng: ALTERNATIVES[name](rng, n, d)
+
+
 def published_power(replicates: int | None) -> None:
     """The published power of lambda-PSD and of its sum at unit weights."""
     replicates = replicates or 2000
     tests = {f"psd_Q{q}": (q + 1, "unit") for q in range(5)} | {
         f"wpsd_Q{q}": (q + 1, "fitted") for q in (1, 3)
     }
+    common = {"method": "lambda", "train_fraction": 0.7, "standardize": None}
+    options = [{"order": order, "lambda_weights": kind} | common for order, kind in tests.values()]
     for name, known in json.loads(PUBLISHED.read_text())["experiments"].items():
-        differences = []
-
-        def rows(
-            name: str = name, known: Any = known, differences: list[float] = differences
-        ) -> Iterator[list[str]]:
-            for test, (order, kind) in tests.items():
-                row = [str(order), kind]
-                for d, expected in zip(known["d"], known["rejection_rate"][test], strict=True):
-                    found = rate(
-                        lambda rng, d=d: ALTERNATIVES[name](rng, known["n"], d),
-                        replicates,
-                        method="lambda",
-                        order=order,
-                        lambda_weights=kind,
-                        train_fraction=0.7,
-                        standardize=None,
-                    )
-                    row.append(f"{found} / {expected:.2f}")
-                    if kind == "unit":
-                        differences.append(abs(float(found.split()[0]) - expected))
-                yield row
-
+        found = [rates(alternative(name, known["n"], d), replicates, options) for d in known["d"]]
+        expected = [known["rejection_rate"][test] for test in tests]
+        pairs = [
+            list(zip(row, published, strict=True))
+            for row, published in zip(zip(*found, strict=True), expected, strict=True)
+        ]
         table(
             f"Power of method `lambda`, found / published (100 replicates): {known['alternative']},"
             f" n = {known['n']}, {replicates} replicates",
             ["order", "weights", *(f"d = {d}" for d in known["d"])],
-            rows(),
+            (
+                [str(order), kind, *(f"{ours} / {theirs:.2f}" for ours, theirs in row)]
+                for (order, kind), row in zip(tests.values(), pairs, strict=True)
+            ),
         )
-        print(f"\nLargest difference at unit weights: {max(differences):.3f}.")
+        differences = [
+            abs(float(ours.split()[0]) - theirs)
+            for (_, kind), row in zip(tests.values(), pairs, strict=True)
+            for ours, theirs in row
+            if kind == "unit"
+        ]
+        print(f"\nLargest difference at unit weights: {max(differences):.3f}.", flush=True)
 
 
 def power(replicates: int | None) -> None:
     """Power of the polynomial statistic itself on the same alternatives."""
     replicates = replicates or 2000
-    tests: list[tuple[str, dict[str, Any]]] = [
-        ("monomial, as they are", PAPER | {"method": "iid"}),
-        ("hermite, whitened", {"method": "iid"}),
-        ("hermite, whitened, batch", {"method": "batch"}),
-        ("hermite, whitened, max", {"method": "max"}),
-    ]
-    dimensions = (2, 4, 8, 16)
+    kinds = {
+        "monomial, as they are, `iid`": PAPER | {"method": "iid"},
+        "Hermite, whitened, `batch`": {"method": "batch"},
+        "Hermite, whitened, `max`": {"method": "max"},
+    }
+    orders, dimensions = (1, 2, 3, 4), (2, 4, 8, 16)
     for name, known in json.loads(PUBLISHED.read_text())["experiments"].items():
-
-        def rows(name: str = name, known: Any = known) -> Iterator[list[str]]:
-            for order, (label, options) in itertools.product((1, 2, 3, 4), tests):
-                row = [str(order), label]
-                for d in dimensions:
-                    if n_features(d, order, True) > 500:
-                        row.append("")
-                        continue
-                    row.append(
-                        rate(
-                            lambda rng, d=d: ALTERNATIVES[name](rng, known["n"], d),
-                            replicates,
-                            order=order,
-                            interactions=True,
-                            **options,
-                        )
-                    )
-                yield row
-            published = dict(zip(known["d"], known["rejection_rate"]["IMQ KSD"], strict=True))
-            yield ["", "IMQ KSD, published", *(f"{published[d]:.2f}" for d in dimensions)]
-
+        found = {}
+        for d in dimensions:
+            tests = {
+                (order, label): {"order": order, "interactions": True} | options
+                for order, (label, options) in itertools.product(orders, kinds.items())
+                if n_features(d, order, True) <= 500
+            }
+            powers = rates(
+                alternative(name, known["n"], d),
+                replicates,
+                list(tests.values()),
+            )
+            found |= {(*test, d): power for test, power in zip(tests, powers, strict=True)}
+        published = dict(zip(known["d"], known["rejection_rate"]["IMQ KSD"], strict=True))
         table(
             f"Power of the polynomial statistic: {known['alternative']}, n = {known['n']}, "
             f"{replicates} replicates",
             ["order", "test", *(f"d = {d}" for d in dimensions)],
-            rows(),
+            iter(
+                [
+                    *(
+                        [str(order), label, *(found.get((order, label, d), "") for d in dimensions)]
+                        for order, label in itertools.product(orders, kinds)
+                    ),
+                    ["", "IMQ KSD, published", *(f"{published[d]:.2f}" for d in dimensions)],
+                ]
+            ),
         )
 
 
@@ -243,6 +247,7 @@ def unconstrained_draws(problem: Any) -> tuple[Any, np.ndarray]:
 
 def posteriors(_: int | None) -> None:
     """Reference draws, and the same with one unconstrained scale times 1.15."""
+    jax.config.update("jax_enable_x64", True)
     columns: dict[str, dict[str, Any]] = {
         "`batch`, full": {},
         "`batch`, diag": {"standardize": "diag"},
@@ -278,7 +283,6 @@ def posteriors(_: int | None) -> None:
                     predicted = predicted_power(covariance, j, 1.15, n)
                     yield [name, str(n), f"z[{j}] x 1.15", f"{predicted:.2f}", *pvalues]
 
-    jax.config.update("jax_enable_x64", True)
     table(
         "p-values of reference draws, and of the same with one scale too large (order 2)",
         ["posterior", "draws", "change", "predicted power", *columns],
@@ -339,12 +343,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("sections", nargs="*", metavar="SECTION", help=", ".join(SECTIONS))
     parser.add_argument("--replicates", type=int, help="instead of 1,000 or 2,000")
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK_REPLICATES} replicates")
     arguments = parser.parse_args()
     if unknown := set(arguments.sections) - set(SECTIONS):
         parser.error(f"no section {sorted(unknown)}; there are {list(SECTIONS)}")
+    replicates = QUICK_REPLICATES if arguments.quick else arguments.replicates
     warnings.simplefilter("ignore")
     for name in arguments.sections or SECTIONS:
-        SECTIONS[name](arguments.replicates)
+        SECTIONS[name](replicates)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@
     python benchmarks/uld.py time        time of a step over the gradient's, of 64 chains over one's
     python benchmarks/uld.py gradients   gradients until the second moments are right (hours)
 
-Without an argument: `bias` and `time`. The peers of `gradients` need the extra `bench`.
+Without an argument: `bias` and `time`, which `--quick` repeats less often. The peers of `gradients`
+need the extra `bench`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -97,24 +100,13 @@ def simulated_logistic(n: int, d: int, seed: int = 0) -> tuple[np.ndarray, np.nd
 
 
 def adult() -> tuple[np.ndarray, np.ndarray]:
-    """Census income (Becker & Kohavi 1996), N = 48,842: dummies, and standardised numbers.
-
-    Simulated data of the same shape where OpenML cannot be reached.
-    """
-    try:
-        from sklearn.datasets import fetch_openml
-
-        frame, income = fetch_openml("adult", version=2, return_X_y=True, as_frame=True)
-    except Exception as error:
-        print(f"adult: simulated data of its shape, (48,842, 105): {type(error).__name__}")
-        return simulated_logistic(48_842, 105)
-    x = pd.get_dummies(frame, drop_first=True).to_numpy(np.float32)
-    x = np.column_stack([np.ones(len(x)), (x - x.mean(0)) / x.std(0)])
-    return x.astype(np.float32), (income == ">50K").to_numpy(np.int32)
+    """Census income above 50,000 dollars on ten predictors and a constant, N = 48,842."""
+    with np.load(Path(__file__).with_name("data") / "adult_logistic.npz") as stored:
+        return stored["X"], stored["y"].astype(np.int32)
 
 
-def timing() -> None:
-    """Ratios within one run: the competitors take turns, and the medians are compared."""
+def timing(repeats: int) -> None:
+    """Ratios within one run: the competitors take turns, and the fastest turns are compared."""
     cases = {
         "adult logistic regression": (adult(), 20),
         "logistic regression n=500 d=100": (simulated_logistic(500, 100), 300),
@@ -134,7 +126,7 @@ def timing() -> None:
             names = list(INTEGRATORS)
         programs = {"gradient": gradient_loop(target, data, steps)}
         programs |= {name: step_loop(target, data, steps, name) for name in names}
-        seconds = take_turns(programs)
+        seconds = take_turns(programs, repeats)
         ratios = pd.Series({name: seconds[name] / seconds["gradient"] for name in names})
         print(f"\n{case}: a gradient takes {1e3 * seconds['gradient'] / steps:.3f} ms")
         print("Time of a step over that of a gradient (rmm and quicksort have two gradients)")
@@ -143,7 +135,7 @@ def timing() -> None:
     data = tuple(map(jnp.asarray, cases["adult logistic regression"][0]))
     target = registry.target(logistic, *data)
     one, many = (step_loop(target, data, 5, "baoab", chains) for chains in (None, 64))
-    seconds = take_turns({"one": one, "many": many}, repeats=5)
+    seconds = take_turns({"one": one, "many": many}, min(repeats, 5))
     print(
         f"adult: time per chain of 64 vectorised chains over that of one: "
         f"{seconds['many'] / 64 / seconds['one']:.2f}"
@@ -180,8 +172,8 @@ def step_loop(
     return lambda: draw(state, *data)
 
 
-def take_turns(programs: dict[str, Callable[[], Any]], repeats: int = 9) -> dict[str, float]:
-    """Median seconds of each program."""
+def take_turns(programs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
+    """Least seconds of each program: other processes on the machine only add to them."""
     for program in programs.values():
         jax.block_until_ready(program())
     seconds: dict[str, list[float]] = {name: [] for name in programs}
@@ -190,7 +182,7 @@ def take_turns(programs: dict[str, Callable[[], Any]], repeats: int = 9) -> dict
             start = time.perf_counter()
             jax.block_until_ready(program())
             seconds[name].append(time.perf_counter() - start)
-    return {name: float(np.median(values)) for name, values in seconds.items()}
+    return {name: min(values) for name, values in seconds.items()}
 
 
 # --- gradients to a given error ----------------------------------------------------------------
@@ -237,7 +229,13 @@ def funnel() -> None:
     numpyro.sample("x", dist.Normal(0, jnp.exp(scale / 2)).expand([9]).to_event(1))
 
 
+# these take minutes per seed: a gradient is dear, or the dimension large
+DEAR = ("lotka_volterra", "power_law_10000", "adult")
+
+
 def problems() -> dict[str, Callable[[], Problem]]:
+    """The cheap ones first."""
+
     def model(program: Callable, *args: Any, **kwargs: Any) -> Callable[[], Problem]:
         return lambda: with_reference(program, args, kwargs)
 
@@ -250,122 +248,138 @@ def problems() -> dict[str, Callable[[], Problem]]:
     for name in models.list():
         loaded = models.load(name)
         found[name] = model(loaded.model, *loaded.args, **loaded.kwargs)
-    return found | {
+    found |= {
         "gaussian_100": lambda: gaussian(np.geomspace(1, 1000, 100)),
-        "power_law_1000": lambda: gaussian(power_law(1000)),
-        "power_law_10000": lambda: gaussian(power_law(10_000)),
-        "state_space": model(state_space, walk),
-        "adult": lambda: with_reference(logistic, adult(), {}),
-        "item_response": model(item_response, student, item, correct),
         "funnel": model(funnel),
+        "power_law_1000": lambda: gaussian(power_law(1000)),
+        "item_response": model(item_response, student, item, correct),
+        "state_space": model(state_space, walk),
+        "adult": lambda: with_reference(logistic, adult(), {}, 300, 1500),
+        "power_law_10000": lambda: gaussian(power_law(10_000)),
     }
+    return dict(sorted(found.items(), key=lambda item: item[0] in DEAR))
 
 
-def with_reference(program: Callable, args: tuple, kwargs: dict) -> Problem:
+def with_reference(
+    program: Callable, args: tuple, kwargs: dict, warmup: int = 2000, draws: int = 5000
+) -> Problem:
     """Second moments in unconstrained space from four chains of NUTS in float64."""
     with jax.enable_x64(True):
         mcmc = MCMC(
-            NUTS(program, dense_mass=False, target_accept_prob=0.95),
-            num_warmup=2000,
-            num_samples=5000,
+            NUTS(program, target_accept_prob=0.95),
+            num_warmup=warmup,
+            num_samples=draws,
             num_chains=4,
             chain_method="vectorized",
             progress_bar=False,
         )
         mcmc.run(jax.random.key(99), *args, **kwargs)
-        target = registry.target(program, *args, **kwargs)
-        bound = target.bind(*args, **kwargs)
+        bound = registry.target(program, *args, **kwargs).bind(*args, **kwargs)
         x = np.asarray(jax.jit(jax.vmap(bound.unconstrain))(mcmc.get_samples()))
-    return Problem(
-        registry.target(program, *args, **kwargs).bind(*args, **kwargs),
-        (x**2).mean(0),
-        (x**2).var(0),
-    )
+    # the samplers run in float32
+    args, kwargs = jax.tree.map(_narrow, (args, kwargs))
+    target = registry.target(program, *args, **kwargs).bind(*args, **kwargs)
+    return Problem(target, (x**2).mean(0), (x**2).var(0))
 
 
-# a sampler returns the draws, shape (n, d), and the gradients spent up to each of them
-Sampler = Callable[[Problem, jax.Array, jax.Array, int], tuple[np.ndarray, np.ndarray]]
+def _narrow(data: Any) -> np.ndarray:
+    data = np.asarray(data)
+    return data.astype(np.float32) if data.dtype.kind == "f" else data
+
+
+# one draw: state -> state, position, gradients
+Draw = Callable[[Any], tuple[Any, jax.Array, jax.Array]]
+# a sampler, warmed up from a start: its state, the gradients spent, and how it draws
+Sampler = Callable[[Callable, jax.Array, jax.Array, int], tuple[Any, jax.Array, Draw]]
 
 
 def run_uld(
-    problem: Problem, key: jax.Array, start: jax.Array, draws: int, **options: Any
-) -> tuple[np.ndarray, np.ndarray]:
-    kernel = ULD(potential_fn=problem.potential, **options)
-    fields = run_numpyro(kernel, key, start, draws, ("num_steps",))
-    warm = np.arange(2 * draws) < draws
-    # a step of the power method costs a Hessian-vector product, about two gradients
-    products = warm + uld.POWER_ITERATIONS * np.append(uld.metric_updates(draws), np.zeros(draws))
-    spec = INTEGRATORS[options.get("integrator", "baoab")]
-    spent = spec.gradients * fields["num_steps"] + (not spec.grad_at_x) + 2 * products
-    return fields["z"][draws:], np.cumsum(spent)[draws:]
+    potential: Callable, key: jax.Array, start: jax.Array, warmup: int, **options: Any
+) -> tuple[Any, jax.Array, Draw]:
+    kernel = ULD(potential_fn=potential, **options)
+    spec = kernel.settings.spec
+    # a Hessian-vector product costs about two gradients
+    products = uld.LANCZOS_STEPS + uld.curvature_products(kernel.settings, warmup).sum()
+    return warm_up(
+        kernel,
+        key,
+        start,
+        warmup,
+        2 * int(products),
+        lambda state: spec.gradients * state.num_steps + (not spec.grad_at_x),
+    )
 
 
 def run_nuts(
-    problem: Problem, key: jax.Array, start: jax.Array, draws: int
-) -> tuple[np.ndarray, np.ndarray]:
-    kernel = NUTS(potential_fn=problem.potential)
-    fields = run_numpyro(kernel, key, start, draws, ("num_steps",))
-    return fields["z"][draws:], np.cumsum(fields["num_steps"])[draws:]
+    potential: Callable, key: jax.Array, start: jax.Array, warmup: int, **options: Any
+) -> tuple[Any, jax.Array, Draw]:
+    # the search for a first step size is not counted
+    kernel = NUTS(potential_fn=potential, **options)
+    return warm_up(kernel, key, start, warmup, 0, lambda state: state.num_steps)
 
 
-def run_numpyro(
-    kernel: Any, key: jax.Array, start: jax.Array, draws: int, names: tuple[str, ...]
-) -> dict[str, np.ndarray]:
-    """Draws and extra fields, those of the warm-up first."""
-    mcmc = MCMC(kernel, num_warmup=draws, num_samples=draws, progress_bar=False)
-    mcmc.warmup(key, init_params=start, extra_fields=names, collect_warmup=True)
-    warm = {"z": mcmc.get_samples(), **mcmc.get_extra_fields()}
-    mcmc.run(mcmc.post_warmup_state.rng_key, extra_fields=names)
-    after = {"z": mcmc.get_samples(), **mcmc.get_extra_fields()}
-    return {
-        name: np.concatenate([np.asarray(warm[name]), np.asarray(after[name])])
-        for name in ("z", *names)
-    }
+def warm_up(
+    kernel: Any,
+    key: jax.Array,
+    start: jax.Array,
+    warmup: int,
+    spent: int,
+    gradients: Callable[[Any], jax.Array],
+) -> tuple[Any, jax.Array, Draw]:
+    def draw(state: Any) -> tuple[Any, jax.Array, jax.Array]:
+        state = kernel.sample(state, (), {})
+        return state, state.z, gradients(state)
+
+    def body(_: Any, carry: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
+        state, _, cost = draw(carry[0])
+        return state, carry[1] + cost
+
+    state = kernel.init(key, warmup, start, (), {})
+    return *jax.lax.fori_loop(0, warmup, body, (state, jnp.asarray(spent))), draw
 
 
 def run_mclmc(
-    problem: Problem, key: jax.Array, start: jax.Array, draws: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """BlackJAX MCLMC with its own tuning; two gradients per step."""
+    potential: Callable, key: jax.Array, start: jax.Array, warmup: int
+) -> tuple[Any, jax.Array, Draw]:
+    """BlackJAX MCLMC with its own tuning of about `warmup` steps; two gradients per step."""
     import blackjax
 
-    density = lambda x: -problem.potential(x)  # noqa: E731
-    steps, key_tune, key_run = 10 * draws, *jax.random.split(key)
-    state = blackjax.mcmc.mclmc.init(start, density, key_tune)
-    state, params, tuning = blackjax.mclmc_find_L_and_step_size(
+    density = lambda x: -potential(x)  # noqa: E731
+    key_tune, key_run = jax.random.split(key)
+    state, params, steps = blackjax.mclmc_find_L_and_step_size(
         mclmc_kernel=blackjax.mcmc.mclmc.build_kernel(),
         logdensity_fn=density,
-        num_steps=steps,
-        state=state,
+        num_steps=3 * warmup,
+        state=blackjax.mcmc.mclmc.init(start, density, key_tune),
         rng_key=key_tune,
-        diagonal_preconditioning=True,
     )
     algorithm = blackjax.mclmc(
         density, params.L, params.step_size, inverse_mass_matrix=params.inverse_mass_matrix
     )
 
-    def step(state: Any, key: jax.Array) -> Any:
-        state, _ = algorithm.step(key, state)
-        return state, state.position
+    def draw(carry: tuple[Any, jax.Array]) -> tuple[Any, jax.Array, jax.Array]:
+        key, key_step = jax.random.split(carry[1])
+        state, _ = algorithm.step(key_step, carry[0])
+        return (state, key), state.position, jnp.asarray(2)
 
-    _, x = jax.jit(lambda s, k: jax.lax.scan(step, s, k))(state, jax.random.split(key_run, steps))
-    return np.asarray(x), 2 * (int(tuning) + np.arange(1, steps + 1))
+    return (state, key_run), jnp.asarray(2 * steps), draw
 
 
 def run_adjusted_mclmc(
-    problem: Problem, key: jax.Array, start: jax.Array, draws: int
-) -> tuple[np.ndarray, np.ndarray]:
+    potential: Callable, key: jax.Array, start: jax.Array, warmup: int
+) -> tuple[Any, jax.Array, Draw]:
     """BlackJAX's adjusted MCLMC (MAMS), its own tuning, random lengths; two gradients per step."""
     import blackjax
 
     mams = blackjax.mcmc.adjusted_mclmc_dynamic
-    density = lambda x: -problem.potential(x)  # noqa: E731
-    proposals, (key_init, key_tune, key_run) = 4 * draws, jax.random.split(key, 3)
+    density = lambda x: -potential(x)  # noqa: E731
+    key_init, key_tune, key_run = jax.random.split(key, 3)
     length = mams.make_random_trajectory_length_fn(True)
-    state, params, tuning = blackjax.adjusted_mclmc_find_L_and_step_size(
+    state, params, steps = blackjax.adjusted_mclmc_find_L_and_step_size(
         mclmc_kernel=mams.build_kernel(integration_steps_fn=length),
         logdensity_fn=density,
-        num_steps=proposals,
+        # it takes three tenths of this for its tuning
+        num_steps=10 * warmup // 3,
         state=mams.init(start, density, key_init),
         rng_key=key_tune,
         target=0.9,
@@ -378,61 +392,98 @@ def run_adjusted_mclmc(
         integration_steps_params=(params.L / params.step_size,),
     )
 
-    def step(state: Any, key: jax.Array) -> Any:
-        state, info = algorithm.step(key, state)
-        return state, (state.position, info.num_integration_steps)
+    def draw(carry: tuple[Any, jax.Array]) -> tuple[Any, jax.Array, jax.Array]:
+        key, key_step = jax.random.split(carry[1])
+        state, info = algorithm.step(key_step, carry[0])
+        return (state, key), state.position, 2 * info.num_integration_steps
 
-    _, (x, n) = jax.jit(lambda s, k: jax.lax.scan(step, s, k))(
-        state, jax.random.split(key_run, proposals)
-    )
-    return np.asarray(x), 2 * (float(np.sum(tuning)) + np.cumsum(n))
+    return (state, key_run), 2 * jnp.asarray(steps, jnp.int32), draw
 
 
-SAMPLERS: dict[str, Sampler] = {
-    "ULD": run_uld,
-    "NUTS": run_nuts,
-    "MCLMC": run_mclmc,
-    "MAMS": run_adjusted_mclmc,
+# with the lengths of warm-up that are tried, and the number of draws
+SAMPLERS: dict[str, tuple[Sampler, tuple[int, ...], int]] = {
+    "ULD": (run_uld, (300, 1000), 2000),
+    "NUTS": (run_nuts, (300, 1000), 2000),
+    "MCLMC": (run_mclmc, (1000, 3000), 30_000),
+    "MAMS": (run_adjusted_mclmc, (1000, 3000), 10_000),
+}
+# correlations above 0.99, which a diagonal metric cannot see
+DENSE = ("kilpisjarvi", "kidscore_interaction")
+SAMPLERS_DENSE: dict[str, tuple[Sampler, tuple[int, ...], int]] = {
+    "ULD dense": (partial(run_uld, precondition="dense"), (300, 1000), 2000),
+    "NUTS dense": (partial(run_nuts, dense_mass=True), (300, 1000), 2000),
 }
 
 
-def gradients(only: list[str], seeds: int, draws: int) -> None:
+def gradients(only: list[str], seeds: int, warmup: str) -> None:
     """Gradients, warm-up included, from which on the squared error stays below the tolerance.
 
     The error is that of the mean of x^2 over the draws so far, relative to Var x^2: its mean over
-    coordinates, and the worst one.
+    coordinates, and the worst one. All start at the same points; the lengths of warm-up with the
+    smaller median count.
     """
-    table: dict[tuple[str, str], dict[str, str]] = {}
+    print(f"Gradients until b^2 < {TOLERANCE}: median (quartiles) over seeds, warm-up in brackets")
+    medians: dict[str, dict[tuple[str, str], float]] = {}
     for name, make in problems().items():
         if only and name not in only:
             continue
         problem = make()
-        for sampler, run in SAMPLERS.items():
-            results = []
-            for seed in range(seeds):
-                # the same starting points for all
-                start = jax.random.normal(jax.random.key(seed), (problem.target.size,))
-                try:
-                    x, spent = run(problem, jax.random.key(1000 + seed), start, draws)
-                except ImportError:
-                    print(f"{sampler}: left out, it needs the extra `bench`")
-                    break
-                results.append(spent_until(problem, x, spent))
-            if results:
-                quartiles = np.percentile(results, [25, 50, 75], axis=0, method="nearest").T
-                table[name, sampler] = dict(
-                    zip(("mean", "worst"), map(_readable, quartiles), strict=True)
-                )
-                print(name, sampler, table[name, sampler], flush=True)
-    print(f"\nGradients until b^2 < {TOLERANCE}: median (quartiles) over {seeds} seeds")
-    print(pd.DataFrame(table).T.to_string())
+        for sampler, (setup, lengths, draws) in (
+            SAMPLERS | (SAMPLERS_DENSE if name in DENSE else {})
+        ).items():
+            lengths = {"short": lengths[:1], "long": lengths[1:], "both": lengths}[warmup]
+            chains = max(1, seeds // 4) if name in DEAR else seeds
+            began = time.perf_counter()
+            try:
+                spent = {w: spent_until(problem, setup, w, draws, chains) for w in lengths}
+            except ImportError:
+                print(f"{sampler}: left out, it needs the extra `bench`")
+                continue
+            cells = []
+            for j, measure in enumerate(("mean", "worst")):
+                best = min(lengths, key=lambda w, j=j: (median(spent[w][:, j]), w))
+                medians.setdefault(sampler, {})[name, measure] = median(spent[best][:, j])
+                cells.append(f"{measure} {_readable(spent[best][:, j])} [{best}]")
+            took = time.perf_counter() - began
+            print(
+                f"{name:26} {sampler:10} {chains:2} seeds  {'  '.join(cells):75} {took:4.0f} s",
+                flush=True,
+            )
+    table = pd.DataFrame(medians)
+    for peer in (s for s in table if s != "ULD" and "dense" not in s):
+        ratio = (table["ULD"] / table[peer])[np.isfinite(table[peer])].unstack()
+        print(f"ULD over {peer}, median of the problems that {peer} solves:")
+        print(ratio.median().to_string(float_format="{:.2f}".format), flush=True)
 
 
-def spent_until(problem: Problem, x: np.ndarray, spent: np.ndarray) -> tuple[float, float]:
-    count = np.arange(1, len(x) + 1)[:, None]
-    moment = np.cumsum(x.astype(np.float64) ** 2, 0) / count
-    error = (moment - problem.second_moment) ** 2 / problem.variance
-    return first_stay(error.mean(1), spent), first_stay(error.max(1), spent)
+def spent_until(
+    problem: Problem, setup: Sampler, warmup: int, draws: int, chains: int
+) -> np.ndarray:
+    """Gradients for the mean and the worst squared error, shape (chains, 2)."""
+    moment = jnp.asarray(problem.second_moment, jnp.float32)
+    variance = jnp.asarray(problem.variance, jnp.float32)
+
+    @jax.jit
+    @jax.vmap
+    def run(seed: jax.Array) -> tuple[jax.Array, jax.Array]:
+        start = jax.random.normal(jax.random.key(seed), moment.shape)
+        state, spent, draw = setup(problem.potential, jax.random.key(1000 + seed), start, warmup)
+
+        def body(carry: Any, n: jax.Array) -> tuple[Any, tuple[jax.Array, jax.Array]]:
+            state, spent, mean = carry
+            state, x, cost = draw(state)
+            mean += (x**2 - mean) / n
+            error = (mean - moment) ** 2 / variance
+            spent = spent + cost
+            return (state, spent, mean), (spent, jnp.stack([error.mean(), error.max()]))
+
+        carry = state, spent, jnp.zeros_like(moment)
+        return jax.lax.scan(body, carry, jnp.arange(1.0, draws + 1))[1]
+
+    spent, errors = map(np.asarray, run(jnp.arange(chains)))
+    return np.array(
+        [[first_stay(e, s) for e in error.T] for s, error in zip(spent, errors, strict=True)]
+    )
 
 
 def first_stay(error: np.ndarray, spent: np.ndarray) -> float:
@@ -442,9 +493,14 @@ def first_stay(error: np.ndarray, spent: np.ndarray) -> float:
     return float(spent[first]) if first < len(spent) else math.inf
 
 
-def _readable(quartiles: np.ndarray) -> str:
-    low, median, high = (f"{q:.2g}" if np.isfinite(q) else "never" for q in quartiles)
-    return f"{median} ({low}, {high})"
+def median(values: np.ndarray) -> float:
+    return float(np.percentile(values, 50, method="nearest"))
+
+
+def _readable(values: np.ndarray) -> str:
+    quartiles = np.percentile(values, [25, 50, 75], method="nearest")
+    low, middle, high = (f"{q:.2g}" if np.isfinite(q) else "never" for q in quartiles)
+    return f"{middle} ({low}, {high})"
 
 
 def main() -> None:
@@ -452,14 +508,15 @@ def main() -> None:
     parser.add_argument("part", nargs="?", choices=("bias", "time", "gradients"))
     parser.add_argument("--problems", nargs="*", default=[], help="of `gradients`; default: all")
     parser.add_argument("--seeds", type=int, default=20)
-    parser.add_argument("--draws", type=int, default=1000, help="in warm-up, and after it")
+    parser.add_argument("--quick", action="store_true", help="`time` with three repeats")
+    parser.add_argument("--warmup", choices=("short", "long", "both"), default="both")
     options = parser.parse_args()
     if options.part in (None, "bias"):
         bias()
     if options.part in (None, "time"):
-        timing()
+        timing(3 if options.quick else 15)
     if options.part == "gradients":
-        gradients(options.problems, options.seeds, options.draws)
+        gradients(options.problems, options.seeds, options.warmup)
 
 
 if __name__ == "__main__":

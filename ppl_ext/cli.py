@@ -13,7 +13,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     --------
     >>> from ppl_ext.cli import main
     >>> main(["kernels"])  # doctest: +ELLIPSIS, +NORMALIZE_WHITESPACE
-    language ...
+    models draws source
+    kernel language
+    ULD numpyro ...
     0
     """
     parser = argparse.ArgumentParser(prog="ppl_ext", description="Kernels for NumPyro and Pyro.")

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import xarray as xr
 
 from ppl_ext import _arviz, registry
 from ppl_ext.diagnostics.draws import UNCONSTRAINED, score_group
@@ -18,17 +17,18 @@ if TYPE_CHECKING:
     from numpyro.infer import MCMC
 
 
-def to_arviz(mcmc: MCMC, *, log_likelihood: bool = False, **kwargs: Any) -> Any:
+def to_arviz(mcmc: Any, *, log_likelihood: bool = False, **kwargs: Any) -> Any:
     """Convert a finished run to the container of the installed ArviZ.
 
     Parameters
     ----------
-    mcmc : numpyro.infer.MCMC
-        After `run`.
+    mcmc : numpyro.infer.MCMC, pyro.infer.MCMC or ppl_ext.pyro.MCMC
+        After `run`, with any kernel.
     log_likelihood : bool
         Also compute the log likelihood of each datum for each draw.
     **kwargs
-        Passed on to `arviz.from_numpyro`, for example `coords` and `dims`.
+        `coords` and `dims`, as ArviZ has them; for NumPyro all else that `arviz.from_numpyro`
+        takes. Plates name the dimensions that are not given.
 
     Returns
     -------
@@ -36,8 +36,9 @@ def to_arviz(mcmc: MCMC, *, log_likelihood: bool = False, **kwargs: Any) -> Any:
         Groups `posterior`, `sample_stats` (for ULD with what `uld_report` reads in its
         attributes), `observed_data` and, where the run kept gradients,
         `unconstrained_posterior` and `unconstrained_posterior_score`. ULD always keeps them;
-        NumPyro's HMC and NUTS do with `mcmc.run(..., extra_fields=("z_grad",))`. For other
-        runs call `ppl_ext.diagnostics.attach_scores` on the result.
+        HMC and NUTS do with `extra_fields=("z_grad",)`, which is an argument of
+        `numpyro.infer.MCMC.run` and of `ppl_ext.pyro.MCMC`. For other runs call
+        `ppl_ext.diagnostics.attach_scores` on the result.
 
     Raises
     ------
@@ -63,11 +64,16 @@ def to_arviz(mcmc: MCMC, *, log_likelihood: bool = False, **kwargs: Any) -> Any:
     >>> data["unconstrained_posterior_score"]["sigma"].shape
     (1, 50)
     """
+    converter = registry.converter(mcmc)
+    if converter is not None:
+        return converter(mcmc, log_likelihood, **kwargs)
     # imported here: ArviZ alone should not load NumPyro
     from numpyro.infer import MCMC
 
     if not isinstance(mcmc, MCMC):
-        raise TypeError(f"to_arviz takes a numpyro.infer.MCMC, got {type(mcmc).__name__}.")
+        raise TypeError(
+            f"to_arviz takes a numpyro.infer.MCMC or a pyro.infer.MCMC, got {type(mcmc).__name__}."
+        )
     # `warmup` leaves one state behind, which is no draw
     if mcmc.last_state is None or mcmc.last_state is mcmc.post_warmup_state:
         raise ValueError("`mcmc` holds no draws: call `mcmc.run` first.")
@@ -101,8 +107,8 @@ def to_arviz(mcmc: MCMC, *, log_likelihood: bool = False, **kwargs: Any) -> Any:
     return _arviz.with_groups(
         data,
         {
-            UNCONSTRAINED: _dataset(points, posterior),
-            score_group(UNCONSTRAINED): _dataset(scores, posterior),
+            UNCONSTRAINED: unconstrained_dataset(points, posterior),
+            score_group(UNCONSTRAINED): unconstrained_dataset(scores, posterior),
         },
     )
 
@@ -133,9 +139,3 @@ def _unconstrained(mcmc: MCMC, sites: dict[str, jax.Array]) -> dict[str, jax.Arr
         return target.unravel(target.unconstrain(draw, *args, **kwargs))
 
     return jax.jit(jax.vmap(jax.vmap(one)))({name: samples[name] for name in sites})
-
-
-def _dataset(values: dict[str, jax.Array], posterior: xr.Dataset) -> xr.Dataset:
-    (shape,) = {value.shape[:2] for value in values.values()}
-    flat = {name: value.reshape(-1, *value.shape[2:]) for name, value in values.items()}
-    return unconstrained_dataset(flat, posterior, ("chain", "draw"), shape)

@@ -17,3 +17,11 @@ class MissingScoresError(ValueError):
 
 class TooFewDrawsError(ValueError):
     """Too few effective draws for the requested test."""
+
+
+class TracingError(UnsupportedModelError):
+    """A Pyro model that JAX cannot evaluate. The message names the operations or the line."""
+
+
+class MismatchError(RuntimeError):
+    """JAX and PyTorch disagree on a Pyro model. The message names the first operation that does."""

@@ -7,6 +7,7 @@ this table, nothing else.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
@@ -76,10 +77,16 @@ class Entry:
 
 @cache
 def entries() -> tuple[Entry, ...]:
-    """All registered kernels, by language and name."""
+    """All registered kernels of the languages that are installed, by language and name."""
     loaded: list[Entry] = []
     for point in entry_points(group=GROUP):
-        entry = point.load()()
+        try:
+            entry = point.load()()
+        except ModuleNotFoundError as error:
+            # Pyro is an optional dependency
+            if error.name in ("pyro", "torch"):
+                continue
+            raise
         if not isinstance(entry, Entry):
             raise TypeError(
                 f"Entry point '{point.name}' of group '{GROUP}' must return a "
@@ -97,19 +104,36 @@ def target(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Target:
     TypeError
         When `model` is not callable.
     """
+    # a model is Pyro's when running it declares Pyro sites; without Pyro there are none
+    if "pyro" in sys.modules and callable(model):
+        from ppl_ext.pyro.target import declares_sites
+        from ppl_ext.pyro.target import target as pyro_target
+
+        if declares_sites(model, args, kwargs):
+            return pyro_target(model, *args, **kwargs)
+
     from ppl_ext.numpyro.target import target as numpyro_target
 
     return numpyro_target(model, *args, **kwargs)
 
 
+def converter(mcmc: Any) -> Callable[..., Any] | None:
+    """What turns a run into ArviZ's container, for a language that ArviZ itself does not read."""
+    if not any(c.__module__.startswith("pyro.infer.mcmc") for c in type(mcmc).__mro__):
+        return None
+    from ppl_ext.pyro.convert import to_arviz
+
+    return to_arviz
+
+
 def available() -> pd.DataFrame:
-    """Table of the kernels: language, what models they take, exact or biased, source.
+    """Table of the kernels by name and language: models they take, exact or biased, source.
 
     Examples
     --------
     >>> import ppl_ext
-    >>> ppl_ext.available().loc["ULD", "language"]
-    'numpyro'
+    >>> ppl_ext.available().loc[("ULD", "numpyro"), "draws"]
+    'biased'
     """
     import pandas as pd
 
@@ -124,7 +148,7 @@ def available() -> pd.DataFrame:
         for entry in entries()
     ]
     columns = ["kernel", "language", "models", "draws", "source"]
-    return pd.DataFrame(rows, columns=columns).set_index("kernel")
+    return pd.DataFrame(rows, columns=columns).set_index(["kernel", "language"])
 
 
 @dataclass(frozen=True)
@@ -186,7 +210,7 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation
     Parameters
     ----------
     model : callable
-        NumPyro model; `args` and `kwargs` are its data.
+        NumPyro or Pyro model; `args` and `kwargs` are its data.
 
     Raises
     ------

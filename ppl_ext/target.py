@@ -176,12 +176,18 @@ class Target:
 
     def refusal_of_continuous_kernel(self, kernel: str) -> str | None:
         """Why a kernel that moves all continuous sites with full data cannot take this model."""
+        pyro = self.language == "pyro"
         for site in self.latent:
             if site.discrete:
+                way_out = (
+                    "Sum it out of the model, or use pyro.infer.NUTS, which enumerates it."
+                    if pyro
+                    else "Sum it out of the model, or give it to a DiscreteGibbs block of "
+                    "numpyro.infer.Gibbs beside this kernel."
+                )
                 return (
                     f"{kernel} moves continuous sites only, but site '{site.name}' is discrete "
-                    f"({site.distribution}). Sum it out of the model, or give it to a "
-                    "DiscreteGibbs block of numpyro.infer.Gibbs beside this kernel."
+                    f"({site.distribution}). {way_out}"
                 )
             if site.distribution == "Delta":
                 return (
@@ -196,11 +202,11 @@ class Target:
                 )
         for plate in self.plates:
             if plate.subsampled:
+                other = "" if pyro else ", or use a minibatch kernel such as numpyro.infer.HMCECS"
                 return (
                     f"{kernel} evaluates all data, but plate '{plate.name}' draws "
                     f"{plate.subsample_size} of {plate.size} at random. Drop "
-                    f"`subsample_size` (or set it to {plate.size}), or use a minibatch kernel "
-                    "such as numpyro.infer.HMCECS."
+                    f"`subsample_size` (or set it to {plate.size}){other}."
                 )
         for site in self.sites:
             if site.kind == "observed" and 0 in site.shape:

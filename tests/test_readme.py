@@ -70,4 +70,6 @@ def test_kernel_table_is_the_registry():
     assert head == list(table.columns)
     # kernels of other installed packages are not ours to describe
     ours = [e for e in table.to_numpy().tolist() if hasattr(getattr(ppl_ext, e[1]), e[0])]
-    assert body == ours
+    # Pyro need not be installed
+    languages = {row[1] for row in ours}
+    assert [row for row in body if row[1] in languages] == ours

@@ -6,9 +6,7 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-import xarray as xr
 
-from ppl_ext import _arviz
 from ppl_ext.diagnostics.draws import ScoredDraws
 from ppl_ext.diagnostics.features import FloatArray
 from ppl_ext.diagnostics.moments import Features, Standardization, feature_sums
@@ -24,6 +22,9 @@ MIN_EFFECTIVE_DRAWS = MIN_BATCHES * MIN_BATCH_TAUS
 
 _MAX_PIECES, _MAX_NUMBERS = 2**13, 2**25
 """Bounds on the pieces of all chains together, and on pieces times features."""
+
+_MAX_TRANSFORMED = 2**20
+"""Bound on the numbers that are transformed at once for effective sample sizes."""
 
 
 @dataclass(frozen=True)
@@ -60,13 +61,13 @@ class FeatureSeries:
 
     @property
     def mcse(self) -> FloatArray:
-        """Monte Carlo standard error of `mean`, shape (J,), from ArviZ's effective sample size.
+        """Monte Carlo standard error of `mean`, shape (J,), from the effective sample size.
 
         The pieces have the same long-run variance as the draws, so the error of their mean is
         that of the draws' mean.
         """
-        series = xr.DataArray(self.pieces, dims=("chain", "draw", "feature"))
-        squared: FloatArray = self.pieces.var(axis=(0, 1)) / _arviz.ess(series).values
+        with np.errstate(divide="ignore", invalid="ignore"):  # features that do not move
+            squared = self.pieces.var(axis=(0, 1)) / effective_sample_size(self.pieces)
         mcse: FloatArray = np.sqrt(np.where(self.variance > 0, squared, 0.0))
         return mcse
 
@@ -142,6 +143,36 @@ class FeatureSeries:
         # below one half: that would be a strongly antithetic feature.
         with np.errstate(divide="ignore", invalid="ignore"):
             return np.where(long > 0, np.maximum(2 - short / long, 0.5), 1.0)
+
+
+def effective_sample_size(series: FloatArray) -> FloatArray:
+    """Return the effective sample size of the mean of each of J series, chains split in halves.
+
+    NumPyro's estimator, which takes all series at once where ArviZ goes through them one by one,
+    with ArviZ's bound: an antithetic series is worth at most log10(n) times its n draws.
+
+    Parameters
+    ----------
+    series
+        Shape (chains, draws, J), at least four draws.
+
+    Returns
+    -------
+    Shape (J,).
+    """
+    # imported here: ArviZ alone should not load NumPyro
+    from numpyro.diagnostics import effective_sample_size
+
+    half = series.shape[1] // 2
+    halves = np.concatenate([series[:, :half], series[:, -half:]])
+    n_draws = halves.shape[0] * half
+    at_once = max(1, _MAX_TRANSFORMED // n_draws)
+    blocks = [
+        effective_sample_size(halves[..., start : start + at_once])
+        for start in range(0, series.shape[2], at_once)
+    ]
+    tau = n_draws / np.concatenate(blocks)
+    return np.asarray(n_draws / np.maximum(tau, 1 / np.log10(n_draws)))
 
 
 def feature_series(

@@ -110,7 +110,7 @@ def psd(
     Warns
     -----
     UserWarning
-        If draws that are not finite were left out.
+        If draws that are not finite were left out, or scalars whose scores are all zero.
 
     Notes
     -----
@@ -154,11 +154,11 @@ def psd(
     )
     features = SteinBasis(scored.dimension, order, interactions, basis)
     transform = standardization(scored, standardize)
-    if notice := scored.exclusion_notice():
+    for notice in scored.exclusion_notices():
         warnings.warn(f"psd: {notice}", stacklevel=2)
     start = np.zeros(1, dtype=np.intp)
     parts = list(scored.chains()) if per_chain else [scored]
-    found = [feature_sums(part, transform, features, start) for part in parts]
+    found = [feature_sums(part, transform, features, start, unbiased) for part in parts]
     sums = np.concatenate([part.sums for part in found])
     squares = np.stack([part.squares for part in found])
     w = [part.finite if part.weights is None else part.weights for part in parts]

@@ -32,6 +32,9 @@ HOW_TO_GET_SCORES = (
 
 _DRAWS_AT_ONCE = 4096
 
+_NAMED = 5
+"""Most elements that a notice names."""
+
 
 def score_group(group: str) -> str:
     """Return the name of the group with the scores of the draws in `group`."""
@@ -62,6 +65,10 @@ class ScoredDraws:
     finite
         Shape (chains, draws): False where a coordinate of a draw or of its score is not finite.
         Such draws are left out of every statistic.
+    proper
+        Shape (elements of the template,): False for elements that are no coordinate, since their
+        scores are zero at every draw. The density does not depend on them, so that they have no
+        law to compare draws with (the cells that NumPyro's ``obs_mask`` marks as observed, say).
     weights
         Shape (chains, draws): importance weights, zero for draws that are left out, with mean one
         over the others; None if all are equal.
@@ -72,6 +79,7 @@ class ScoredDraws:
     template: xr.Dataset
     chain_coordinate: xr.Variable | None
     finite: npt.NDArray[np.bool_]
+    proper: npt.NDArray[np.bool_]
     weights: FloatArray | None = None
 
     @property
@@ -104,8 +112,30 @@ class ScoredDraws:
     @property
     def labels(self) -> list[str]:
         """The label of each coordinate, such as ``theta[Choate]``."""
+        return list(itertools.compress(self._element_labels(), self.proper))
+
+    def _element_labels(self) -> list[str]:
         variables = self.template.data_vars.items()
         return [label for name, array in variables for label in element_labels(name, array)]
+
+    def proper_part(self) -> ScoredDraws:
+        """Return the draws without the elements that the density does not depend on.
+
+        Raises
+        ------
+        ValueError
+            If that leaves nothing.
+        """
+        proper = np.asarray(self.scores[:, 0].any(axis=0))
+        if proper.all():
+            return self
+        proper[~proper] = self.scores[..., ~proper].any(axis=(0, 1))
+        if not proper.any():
+            raise ValueError(
+                "all scores are zero: a score is the gradient of the log density at the draw"
+            )
+        x, s = self.draws[..., proper], self.scores[..., proper]
+        return replace(self, draws=x, scores=s, proper=proper)
 
     def chains(self) -> Iterator[ScoredDraws]:
         """Yield each chain by itself, with the weights that it has among all chains."""
@@ -123,17 +153,33 @@ class ScoredDraws:
             weights=None if self.weights is None else self.weights[at],
         )
 
-    def exclusion_notice(self) -> str | None:
-        """Return a sentence on the draws that are left out, or None if there are none."""
-        if not self.n_excluded:
-            return None
-        return (
-            f"{self.n_excluded} of {self.finite.size} draws are left out: a coordinate or a score "
-            "is not finite there (a draw on the boundary of its support, or a sampler's overflow)"
-        )
+    def exclusion_notices(self) -> list[str]:
+        """Return a sentence on the draws, and one on the elements, that are left out, if any."""
+        notices = []
+        if self.n_excluded:
+            notices.append(
+                f"{self.n_excluded} of {self.finite.size} draws are left out: a coordinate or a "
+                "score is not finite there (a draw on the boundary of its support, or a sampler's "
+                "overflow)"
+            )
+        if not self.proper.all():
+            labels = list(itertools.compress(self._element_labels(), ~self.proper))
+            names = ", ".join(labels[:_NAMED]) + (", ..." if len(labels) > _NAMED else "")
+            notices.append(
+                f"{len(labels)} scalars are left out ({names}): their scores are zero at every "
+                "draw, so that the density does not depend on them and their draws mean nothing "
+                "(values that obs_mask marks as observed, or a flat prior without data)"
+            )
+        return notices
 
     def to_dataset(self, values: FloatArray) -> xr.Dataset:
-        """Return one value per coordinate, shape (d,) or (chains, d), in the draws' variables."""
+        """Return one value per coordinate, shape (d,) or (chains, d), in the draws' variables.
+
+        The elements of the template that are no coordinate are NaN.
+        """
+        if not self.proper.all():
+            coordinates, values = values, np.full((*values.shape[:-1], len(self.proper)), np.nan)
+            values[..., self.proper] = coordinates
         per_chain = values.ndim == 2
         chain = self.chain_coordinate if per_chain else None
         arrays, stop = {}, 0
@@ -214,10 +260,11 @@ def scored_draws(
                 f"{dict(scores[name].sizes)}: a score has the shape of its draw"
             )
     scores = xr.Dataset({name: scores[name].transpose(*v.dims) for name, v in draws.items()})
-    try:
-        draws, scores = xr.align(draws, scores, join="exact", copy=False)
-    except ValueError as error:
-        raise ValueError(f"the coordinates of draws and scores differ: {error}") from error
+    if draws.coords or scores.coords:
+        try:
+            draws, scores = xr.align(draws, scores, join="exact", copy=False)
+        except ValueError as error:
+            raise ValueError(f"the coordinates of draws and scores differ: {error}") from error
 
     x = _matrix(draws, dims) if draws.data_vars else np.empty((0, 0, 0))
     s = _matrix(scores, dims) if draws.data_vars else x
@@ -230,7 +277,8 @@ def scored_draws(
         raise ValueError("there is no draw at which all coordinates and all scores are finite")
     template = draws.isel({dim: 0 for dim in dims}, drop=True)
     chain = draws[dims[0]].variable if len(dims) == 2 else None
-    return ScoredDraws(x, s, template, chain, finite, _normalised(weights, dims, finite))
+    proper = np.ones(x.shape[2], dtype=bool)
+    return ScoredDraws(x, s, template, chain, finite, proper, _normalised(weights, dims, finite))
 
 
 def _sample_dims(sample_dims: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -442,9 +490,8 @@ def read(
             s = _scores_like(x, score, dims, single=True)
         else:
             s = _array_to_dataset(score, chain_axis, draw_axis)
-        return scored_draws(x, s, dims, weights), lambda values: next(
-            iter(values.data_vars.values())
-        ).values[()]
+        scored = scored_draws(x, s, dims, weights).proper_part()
+        return scored, lambda values: next(iter(values.data_vars.values())).values[()]
 
     if set(draws.data_vars) != set(scores.data_vars):
         differing = sorted(map(str, set(draws.data_vars) ^ set(scores.data_vars)))
@@ -453,5 +500,5 @@ def read(
         )
     draws = _arviz.select(draws, var_names, filter_vars, coords)
     scores = _arviz.select(scores, [str(name) for name in draws.data_vars], None, coords)
-    result = scored_draws(draws, scores, dims, weights)
-    return result, lambda values: _arviz.statistic_like(data, values, group)
+    scored = scored_draws(draws, scores, dims, weights).proper_part()
+    return scored, lambda values: _arviz.statistic_like(data, values, group)

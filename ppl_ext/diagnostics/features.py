@@ -28,8 +28,10 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
@@ -167,11 +169,28 @@ class SteinBasis:
                 products[degrees] = product
         return features
 
-    def _tables(
-        self, x: FloatArray, score: FloatArray
-    ) -> tuple[list[FloatArray], list[FloatArray]]:
+    def traced(self, x: jax.Array, score: jax.Array) -> jax.Array:
+        """Return what a call does, inside a program that JAX compiles.
+
+        It gathers the factors of all features of a pattern at once, which XLA fuses into the
+        products; the loops of a call would be unrolled into thousands of operations.
+        """
+        values, images = self._tables(x, score)
+        blocks = []
+        for degrees, coordinates in self.patterns:
+            block = jnp.zeros((len(coordinates), x.shape[1]), x.dtype)
+            for i in range(len(degrees)):
+                term = images[degrees[i]][coordinates[:, i]]
+                for j, degree in enumerate(degrees):
+                    if j != i:
+                        term = term * values[degree][coordinates[:, j]]
+                block += term
+            blocks.append(block / sum(degrees) if self.family == "hermite" else block)
+        return jnp.concatenate(blocks)
+
+    def _tables(self, x: Any, score: Any) -> tuple[list[Any], list[Any]]:
         """Return P_k(x) and P_k''(x) + score P_k'(x) for k = 0, ..., order."""
-        values, images = [np.ones_like(x), x], [np.zeros_like(x), score]
+        values, images = [1.0 + 0.0 * x, x], [0.0 * x, score]
         if self.family == "monomial":
             for k in range(2, self.order + 1):
                 images.append(k * ((k - 1) * values[k - 2] + values[k - 1] * score))

@@ -75,7 +75,7 @@ def ksd(
     Warns
     -----
     UserWarning
-        If draws that are not finite were left out.
+        If draws that are not finite were left out, or scalars whose scores are all zero.
 
     Examples
     --------
@@ -101,7 +101,7 @@ def ksd(
         draw_axis=draw_axis,
         weights=weights,
     )
-    if notice := scored.exclusion_notice():
+    for notice in scored.exclusion_notices():
         warnings.warn(f"ksd: {notice}", stacklevel=2)
     transform = standardization(scored, standardize)
     parts = list(scored.chains()) if per_chain else [scored]

@@ -214,6 +214,6 @@ def _read(
         chain_axis=0,
         draw_axis=1,
     )
-    if notice := scored.exclusion_notice():
+    for notice in scored.exclusion_notices():
         warnings.warn(f"{caller}: {notice}", stacklevel=3)
     return scored

@@ -134,9 +134,8 @@ def scorer(
         sample_dims = _arviz.default_sample_dims()
         sample_shape, values = _latent_values(posterior, target.latent, sample_dims)
         found = _in_chunks(points_and_scores, values, math.prod(sample_shape))
-        points, scores = (
-            unconstrained_dataset(part, posterior, sample_dims, sample_shape) for part in found
-        )
+        shaped = jax.tree.map(lambda v: v.reshape(*sample_shape, *v.shape[1:]), found)
+        points, scores = (unconstrained_dataset(part, posterior, sample_dims) for part in shaped)
         return {UNCONSTRAINED: points, score_group(UNCONSTRAINED): scores}
 
     return groups_of
@@ -209,19 +208,18 @@ def boundary_notice(groups: Groups) -> str | None:
 def unconstrained_dataset(
     values: Mapping[str, npt.NDArray[Any] | jax.Array],
     posterior: xr.Dataset,
-    sample_dims: tuple[str, ...],
-    sample_shape: tuple[int, ...],
+    sample_dims: tuple[str, ...] = ("chain", "draw"),
 ) -> xr.Dataset:
-    """Return values of shape (draws, *unconstrained shape) with the posterior's dimensions."""
+    """Values of shape (*sample shape, *unconstrained shape) with the posterior's dimensions."""
     arrays = {}
     for name, value in values.items():
-        data = np.asarray(value).reshape(*sample_shape, *value.shape[1:])
+        data = np.asarray(value)
         # a site that the run did not keep has scores all the same
         like = posterior[name].transpose(*sample_dims, ...) if name in posterior else None
         if like is not None and data.shape == like.shape:
             arrays[name] = like.copy(data=data)
         else:
-            new = (f"{name}_unc_dim_{i}" for i in range(value.ndim - 1))
+            new = (f"{name}_unc_dim_{i}" for i in range(data.ndim - len(sample_dims)))
             coords = {dim: posterior[dim] for dim in sample_dims if dim in posterior.coords}
             arrays[name] = xr.DataArray(data, coords, (*sample_dims, *new))
     return xr.Dataset(arrays)

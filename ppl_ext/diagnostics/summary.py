@@ -41,7 +41,8 @@ def summary(
 
     The rows of a site whose unconstrained shape differs from its own (simplices, correlation
     matrices) all show the site's worst coordinate. Both columns are NaN for discrete and
-    deterministic sites.
+    deterministic sites, and for scalars on which the density does not depend (all their scores
+    are zero: NumPyro's latent values for data that ``obs_mask`` marks as observed).
 
     Parameters
     ----------
@@ -72,7 +73,7 @@ def summary(
     Warns
     -----
     UserWarning
-        If draws that are not finite were left out of the Stein columns, or if `order` is too low
+        If draws or scalars were left out of the Stein columns, or if `order` is too low
         for the draws of `from_svi`.
 
     Examples
@@ -85,7 +86,7 @@ def summary(
     >>> data = _arviz.from_groups({"posterior": draws, "unconstrained_posterior": draws,
     ...                            "unconstrained_posterior_score": -draws})
     >>> float(summary(data).loc["mu", "psd_t"])
-    0.59
+    0.6
     """
     if not _arviz.is_container(data):
         raise TypeError(
@@ -137,7 +138,7 @@ def _stein_columns(
         chain_axis=0,
         draw_axis=1,
     )
-    if notice := scored.exclusion_notice():
+    for notice in scored.exclusion_notices():
         warnings.warn(f"summary: {notice}", stacklevel=3)
     features = SteinBasis(scored.dimension, order, False, basis)
     series = feature_series(scored, standardization(scored, standardize), features)

@@ -325,7 +325,7 @@ def _run(groups: Groups) -> _Run:
         # the same order of coordinates in every run
         points, scores = groups[UNCONSTRAINED], groups[score_group(UNCONSTRAINED)]
         names = sorted(map(str, points.data_vars))
-        draws = scored_draws(points[names], scores[names])
+        draws = scored_draws(points[names], scores[names]).proper_part()
         with contextlib.suppress(TooFewDrawsError):
             own = standardization(draws, "diag")
             scored, mean, sd = draws, own.mean, own.scale

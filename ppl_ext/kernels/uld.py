@@ -22,8 +22,8 @@ probability min(1, exp(-W)), else stays and reverses the velocity (Horowitz 1991
 draws a velocity, makes all steps of the draw, and accepts with the sum of W (Riou-Durand & Vogrinc
 2022, arXiv 2202.13230, algorithm 1). Both are exact at any step size.
 
-Warm-up sets, per chain: L from the draws and their gradients, the largest curvature by power
-iteration on Hessian-vector products, the friction from the width of the posterior, and the step
+Warm-up sets, per chain: L from the draws and their gradients, the largest curvature by Lanczos
+iterations on Hessian-vector products, the friction from the width of the posterior, and the step
 size from the variance of W per dimension (or from the acceptance probability), capped by the
 curvature. In its last fifth a Stein check, at no gradient, makes the step smaller while the draws
 show a bias beyond the tolerance.
@@ -45,6 +45,7 @@ import numpy as np
 from jax.scipy.linalg import solve_triangular
 from scipy import special
 
+from ppl_ext.arguments import argument_error, check_choice, check_count, check_positive
 from ppl_ext.kernels.uld_integrators import INTEGRATORS, Integrator, Noise, Phase, System
 from ppl_ext.target import Array, PyTree, Target
 
@@ -54,8 +55,10 @@ IntegratorName = Literal["baoab", "obabo", "ubu", "ee", "rmm", "quicksort", "kbk
 # a Metropolis step would accept it with a probability below exp(-20)
 MAX_ENERGY_ERROR = 20.0
 
-# upper bound of step_size * sqrt(largest curvature); the first integrators are unstable from 2 on
+# upper bound of step_size * sqrt(largest curvature); the first integrators are unstable from 2 on,
+# and `baoab` is exact on a Gaussian up to there
 MAX_STABLE_STEP = 0.8
+MAX_STABLE_STEP_BAOAB = 1.0
 MAX_STABLE_STEP_ADJUSTED = 1.4
 
 # the same for the frequency of the prior that `kbk` integrates exactly: it resonates from pi on
@@ -70,7 +73,12 @@ TIME_PER_DRAW = 2.0
 
 MAX_STEPS_PER_DRAW = 1024
 MAX_STEPS_BEFORE_METRIC = 16
-POWER_ITERATIONS = 10
+
+# Hessian-vector products for the largest curvature: in new coordinates, and between
+LANCZOS_STEPS, LANCZOS_STEPS_BETWEEN = 6, 2
+
+# at most so many steps, and so many numbers, in one call of the random number generator
+NOISE_BLOCK, NOISE_BLOCK_SIZE = 8, 4096
 
 # the Stein check: windows of at least so many draws, batches per window, and false-alarm rate
 STEIN_WINDOW, MAX_STEIN_WINDOWS = 100, 4
@@ -96,14 +104,26 @@ class Settings:
         """The integrator."""
         return INTEGRATORS[self.integrator]
 
+    @property
+    def draws_between(self) -> int:
+        """Draws from one look at the curvature to the next.
+
+        It varies over the posterior, and without an energy error nothing else limits the step.
+        """
+        return 10 if self.spec.energy_order is not None else 2
+
     def energy_error_target(self, friction: Any = 1.0) -> Any:
         """Var(W) / d at which the average bias of the standard deviations is `bias_tolerance`.
 
         For unit curvatures, which the preconditioner aims at. For `obabo` on a Gaussian,
-        (variance bias)^2 / 2 = 0.2 (Var(W) / d)^(2/3); `baoab` is more accurate than this at equal
-        energy error. Var(W) / d is friction h^3 / 6 for `ubu` (for `kbk` at most) and
-        h^3 / (2 friction) for `ee`.
+        (variance bias)^2 / 2 = 0.2 (Var(W) / d)^(2/3). Var(W) / d is friction h^3 / 6 for `ubu`
+        (for `kbk` at most) and h^3 / (2 friction) for `ee`. `baoab` has no bias on a Gaussian; on
+        potentials x^4, x^4 + 2 x^2, exp(x) - x and log cosh x that of the standard deviation is at
+        most 0.025 (Var(W) / d)^(2/5), a quarter of the tolerance here, up to Var(W) / d = 0.03.
+        Beyond, the steps get unstable.
         """
+        if self.integrator == "baoab":
+            return (10 * min(self.bias_tolerance, 0.025)) ** 2.5
         if self.integrator in ("ubu", "kbk"):
             return friction * (12 * self.bias_tolerance) ** 1.5 / 6
         if self.integrator == "ee":
@@ -117,6 +137,8 @@ class Settings:
         if self.adjust is not None:
             return MAX_STABLE_STEP_ADJUSTED * stable
         cap, tolerance = MAX_STABLE_STEP * stable, self.bias_tolerance
+        if self.integrator == "baoab":
+            cap = MAX_STABLE_STEP_BAOAB * stable
         if self.integrator == "obabo":
             cap = jnp.minimum(cap, math.sqrt(8 * tolerance) * stable)
         elif self.integrator in ("ubu", "kbk"):
@@ -153,7 +175,7 @@ class AdaptState(NamedTuple):
     max_step: Array  # () what the Stein check allows; infinite until it finds a bias
     stein: SteinSums  # sums of the Stein check
     prior_precision: Array  # (d,) what `kbk` integrates exactly, in x; (0,) for the others
-    direction: Array  # (d,) unit vector: iterate of the power method for `curvature`
+    direction: Array  # (d,) unit vector: start of the next Lanczos iterations for `curvature`
     widest: Array  # (d,) running sum whose direction approaches the widest one
     num_draws: Array  # () draws in the running moments below
     mean: Array  # (d,) mean of x
@@ -228,7 +250,7 @@ def init(key: Array, z: PyTree, target: Target, settings: Settings) -> State:
         grad_moment=zeros,
     )
     prior = gaussian_prior(target, settings, zeros)
-    adapt = _update_curvature(adapt, x, target, prior, POWER_ITERATIONS)
+    adapt = _update_curvature(adapt, x, target, prior, settings, LANCZOS_STEPS)
     adapt = _restart_step(adapt, settings, prior)
     velocity = jax.random.normal(key_velocity, x.shape, dtype)
     potential_energy = potential_energy.astype(dtype)
@@ -298,20 +320,22 @@ def step(state: State, target: Target, settings: Settings, num_warmup: int) -> S
         variance = jnp.full((), size, dtype)
     bound = MAX_ENERGY_ERROR * (1 + jnp.sqrt(variance))
 
-    def body(j: Array, carry: tuple[Phase, _Tally]) -> tuple[Phase, _Tally]:
+    def body(noise: Noise, uniform: Array, carry: tuple[Phase, _Tally]) -> tuple[Phase, _Tally]:
         phase, tally = carry
-        key = jax.random.fold_in(key_steps, j)
-        normals = jax.random.normal(key, (spec.normals, size), dtype)
-        noise = Noise(normals, jax.random.uniform(jax.random.fold_in(key, 1), (), dtype))
         new, w = advance(noise, phase)
-        change = w if spec.energy_order is not None else _energy(new) - _energy(phase)
-        finite = jnp.isfinite(change) & jnp.isfinite(new.grad).all()
+        if spec.energy_order is not None:
+            # W holds the kick of every gradient: it is not finite where one of them is not
+            change = w
+            finite = jnp.isfinite(w)
+        else:
+            change = _energy(new) - _energy(phase)
+            finite = jnp.isfinite(change) & jnp.isfinite(new.grad).all()
         exploded = ~(finite & (change < bound))
         # in warm-up a step downhill is kept, however inexact
         downhill = finite & warming & (new.potential_energy < phase.potential_energy)
         if adjust == "ghmc":
             prob = jnp.where(finite, jnp.exp(-jnp.maximum(w, 0.0)), 0.0)
-            kept = jax.random.uniform(jax.random.fold_in(key, 2), (), dtype) < prob
+            kept = uniform < prob
         else:
             # a step into a region without density, or one that explodes, is undone: position
             # kept, velocity reversed, which is what a Metropolis step would do
@@ -328,8 +352,25 @@ def step(state: State, target: Target, settings: Settings, num_warmup: int) -> S
             tally.exploded + ~kept if adjust is None else tally.exploded + exploded,
         )
 
+    # a call of the random number generator for several steps costs little more than for one
+    length = max(1, min(NOISE_BLOCK, NOISE_BLOCK_SIZE // (spec.normals * size)))
+    length = min(length, settings.num_steps or length)
+
+    def block(k: Array, carry: tuple[Phase, _Tally]) -> tuple[Phase, _Tally]:
+        key_normals, key_times, key_uniforms = jax.random.split(jax.random.fold_in(key_steps, k), 3)
+        normals = jax.random.normal(key_normals, (length, spec.normals, size), dtype)
+        times = jax.random.uniform(key_times, (length,), dtype)
+        uniforms = jax.random.uniform(key_uniforms, (length,), dtype)
+        return jax.lax.fori_loop(
+            0,
+            jnp.minimum(length, num_steps - k * length),
+            lambda j, carry: body(Noise(normals[j], times[j]), uniforms[j], carry),
+            carry,
+        )
+
     zero, none = jnp.zeros((), dtype), jnp.zeros((), jnp.int32)
-    phase, tally = jax.lax.fori_loop(0, num_steps, body, (start, _Tally(zero, zero, zero, none)))
+    blocks = (num_steps + length - 1) // length
+    phase, tally = jax.lax.fori_loop(0, blocks, block, (start, _Tally(zero, zero, zero, none)))
     accept_prob = tally.accept / num_steps
     if adjust == "malt":
         complete = tally.exploded == 0
@@ -389,6 +430,94 @@ def _energy(phase: Phase) -> Array:
     return phase.potential_energy + phase.v @ phase.v / 2
 
 
+# --- the front ends ---------------------------------------------------------------------------
+
+
+def checked_settings(*, has_model: bool, **given: Any) -> Settings:
+    """`Settings` of the arguments of a front end's `ULD`.
+
+    Raises
+    ------
+    ValueError
+        For a bad argument, or two that exclude each other, named.
+    """
+    settings = Settings(**given)
+    integrator, adjust = settings.integrator, settings.adjust
+    check_choice("ULD", "integrator", integrator, tuple(INTEGRATORS))
+    check_choice("ULD", "precondition", settings.precondition, ("diag", "dense", None))
+    optional = {"step_size": settings.step_size, "friction": settings.friction}
+    check_positive("ULD", **{k: v for k, v in optional.items() if v is not None})
+    check_positive("ULD", bias_tolerance=settings.bias_tolerance)
+    if settings.num_steps is not None:
+        check_count("ULD", num_steps=settings.num_steps)
+    check_choice("ULD", "adjust", adjust, ("ghmc", "malt", None))
+    if adjust is not None and settings.spec.energy_order is None:
+        raise ValueError(
+            f'ULD: `integrator="{integrator}"` has no acceptance ratio, which '
+            f'`adjust="{adjust}"` needs. Use "obabo", or `adjust=None`.'
+        )
+    if integrator == "kbk" and settings.precondition == "dense":
+        raise ValueError(
+            'ULD: `integrator="kbk"` keeps the coordinates of the prior apart. Use '
+            '`precondition="diag"` or None, or another integrator with "dense".'
+        )
+    precision = settings.prior_precision
+    if precision is not None and integrator != "kbk":
+        raise argument_error(
+            "ULD", "prior_precision", precision, f"None with integrator {integrator!r}"
+        )
+    if integrator == "kbk" and precision is None and not has_model:
+        raise argument_error(
+            "ULD", "prior_precision", None, "given for `potential_fn` with integrator 'kbk'"
+        )
+    _check_prior_precision(precision)
+    return settings
+
+
+def _check_prior_precision(given: float | Mapping[str, Any] | None) -> None:
+    named = given if isinstance(given, Mapping) else {"": given}
+    for name, value in named.items():
+        if value is None and not name:
+            continue
+        array = np.asarray(value)
+        number = array.dtype.kind in "iuf"
+        if not number or not (np.isfinite(array) & (array >= 0)).all():
+            where = f"prior_precision[{name!r}]" if name else "prior_precision"
+            raise argument_error("ULD", where, value, "finite numbers >= 0")
+        if not name and array.ndim:
+            raise argument_error("ULD", "prior_precision", value, "a number or a dict by site")
+
+
+def check_sites(settings: Settings, target: Target) -> None:
+    """Raise `ValueError` when `prior_precision` names sites that the target has not."""
+    given = settings.prior_precision
+    if isinstance(given, Mapping) and (unknown := set(given) - set(target.structure)):
+        raise ValueError(
+            f"ULD: `prior_precision` names unknown sites {sorted(unknown)}; the model has "
+            f"{sorted(target.structure)}."
+        )
+
+
+def facts(adapt: AdaptState, settings: Settings) -> dict[str, Any]:
+    """What `ppl_ext.diagnostics.uld_report` reads, of one chain or one after the other of all."""
+    chains = lambda values: np.asarray(values, np.float64).ravel()  # noqa: E731
+    scale = np.asarray(adapt.scale, np.float64)
+    inverse_mass = (scale**2).sum(-1) if settings.precondition == "dense" else scale**2
+    found: dict[str, Any] = {
+        "uld_integrator": settings.integrator,
+        "uld_adjust": settings.adjust or "none",
+        "uld_step_size": chains(adapt.step_size),
+        "uld_friction": chains(adapt.friction),
+        "uld_trace": chains(adapt.trace),
+        "uld_curvature": chains(adapt.curvature),
+        "uld_width": chains(adapt.width),
+        "uld_inverse_mass": chains(inverse_mass),
+    }
+    if settings.integrator == "kbk":
+        found["uld_prior_precision"] = chains(adapt.prior_precision)
+    return found
+
+
 # --- warm-up ---------------------------------------------------------------------------------
 
 
@@ -418,18 +547,21 @@ def _adapt(
     settings: Settings,
     num_warmup: int,
 ) -> State:
-    updates = metric_updates(num_warmup)
-    update_metric = jnp.asarray(updates)[jnp.minimum(state.i - 1, len(updates) - 1)]
+    place = jnp.clip(state.i - 1, 0, max(num_warmup - 1, 0))
+    update_metric = jnp.asarray(metric_updates(num_warmup))[place]
     if settings.precondition is None:
         update_metric &= False
+    products = jnp.asarray(curvature_products(settings, num_warmup))[place]
     adapt = _update_moments(state.adapt_state, phase)
     adapt = _update_log_step(adapt, state, settings)
     # correlations seen on the way from the start mislead; scales do not
     with_correlations = state.i > 0.3 * num_warmup
     adapt = _run_if(update_metric, lambda a: _update_metric(a, with_correlations), adapt)
-    # the curvature belongs to the coordinates: a new metric starts the power method again
-    iterations = jnp.where(update_metric, POWER_ITERATIONS, 1)
-    adapt = _update_curvature(adapt, phase.x, target, prior, iterations)
+    adapt = _run_if(
+        products > 0,
+        lambda a: _update_curvature(a, phase.x, target, prior, settings, products),
+        adapt,
+    )
     adapt = _run_if(update_metric, lambda a: _restart_step(a, settings, prior), adapt)
     adapt = _check_stein(adapt, phase, state.i, settings, num_warmup)
     return state._replace(adapt_state=_set_step(adapt, settings, prior))
@@ -472,12 +604,13 @@ def _update_log_step(a: AdaptState, state: State, settings: Settings) -> AdaptSt
     elif settings.spec.energy_order is None:
         change = jnp.ones_like(a.log_step)
     else:
+        # not the log of the ratio: W has heavy tails, and its mean square is sought
         ratio = state.mean_square_error / settings.energy_error_target(a.friction)
-        change = -jnp.log(ratio + 1e-12) / settings.spec.energy_order
+        change = (1 - ratio) / settings.spec.energy_order
     if settings.adjust != "malt":
         # a chain most steps of which are undone needs a smaller step at once
         change = jnp.where(state.accept_prob < 0.5, -jnp.inf, change)
-    rate = jnp.maximum(0.1, 5 / (5 + a.num_draws))
+    rate = jnp.maximum(0.03, 5 / (5 + a.num_draws))
     return a._replace(log_step=a.log_step + jnp.clip(rate * change, -math.log(2), 0.3))
 
 
@@ -518,30 +651,87 @@ def _update_metric(a: AdaptState, with_correlations: Array) -> AdaptState:
     )
 
 
+def curvature_products(settings: Settings, num_warmup: int) -> np.ndarray:
+    """Hessian-vector products after each warm-up transition, shape (max(num_warmup, 1),).
+
+    `init` takes `LANCZOS_STEPS` more.
+    """
+    updates = metric_updates(num_warmup)
+    if settings.precondition is None:
+        updates[:] = False
+    products = np.zeros(len(updates), np.int32)
+    last = -1
+    for i, update in enumerate(updates):
+        if update:
+            # the curvature belongs to the coordinates
+            products[i], last = LANCZOS_STEPS, i
+        elif (i - last) % settings.draws_between == 0:
+            products[i] = LANCZOS_STEPS_BETWEEN
+    return products
+
+
 def _update_curvature(
-    a: AdaptState, x: Array, target: Target, prior: tuple[Array, Array], iterations: Any
+    a: AdaptState,
+    x: Array,
+    target: Target,
+    prior: tuple[Array, Array],
+    settings: Settings,
+    steps: Any,
 ) -> AdaptState:
-    """Power method on Hessian-vector products; the largest recent value.
+    """So many Lanczos steps on Hessian-vector products; the largest recent value.
 
     The memory is a share of the window, so that the high curvatures on the way from the start
     to the posterior are forgotten. What `kbk` integrates exactly does not count.
     """
     grad, precision = jax.grad(potential(target)), prior[1]
 
-    def body(_: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        direction, _ = carry
+    def product(direction: Array) -> Array:
         tangent = _times(a.scale, direction)
-        product = jax.jvp(grad, (x,), (tangent,))[1] - precision * tangent
-        product = _transposed_times(a.scale, product).astype(direction.dtype)
-        norm = jnp.linalg.norm(product)
-        usable = jnp.isfinite(norm) & (norm > 0)
-        return jnp.where(usable, product / norm, direction), jnp.where(usable, norm, 0.0)
+        image = jax.jvp(grad, (x,), (tangent,))[1] - precision * tangent
+        return _transposed_times(a.scale, image).astype(direction.dtype)
 
-    direction, curvature = jax.lax.fori_loop(
-        0, iterations, body, (a.direction, jnp.zeros_like(a.curvature))
-    )
-    remembered = a.curvature * (1 - 2 / (10 + a.num_draws))
+    curvature, direction = largest_eigenvalue(product, a.direction, steps)
+    remembered = a.curvature * a.num_draws / (2 * settings.draws_between + a.num_draws)
     return a._replace(direction=direction, curvature=jnp.maximum(remembered, curvature))
+
+
+def largest_eigenvalue(
+    product: Callable[[Array], Array], start: Array, steps: Any
+) -> tuple[Array, Array]:
+    """Eigenvalue of largest modulus of a symmetric matrix: its modulus, and a unit vector.
+
+    Lanczos iterations, at most `LANCZOS_STEPS`, with full orthogonalisation. Where a product is
+    not finite they end; 0 and the start without any.
+    """
+    most, eps = LANCZOS_STEPS, 1e-4
+
+    def body(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        basis, diagonal, beside = carry
+        image = product(basis[j])
+        image = jnp.where(jnp.isfinite(image).all(), image, 0.0)
+        size = jnp.linalg.norm(image)
+        diagonal = diagonal.at[j].set(basis[j] @ image)
+        for _ in range(2):
+            image -= basis.T @ (basis @ image)
+        norm = jnp.linalg.norm(image)
+        # an invariant subspace is found: what remains is rounding
+        new = norm > eps * size
+        following = jnp.where(new, image / jnp.where(new, norm, 1.0), 0.0)
+        return basis.at[j + 1].set(following), diagonal, beside.at[j].set(jnp.where(new, norm, 0.0))
+
+    zeros = jnp.zeros(most, start.dtype)
+    basis = jnp.zeros((most + 1, start.size), start.dtype).at[0].set(start)
+    basis, diagonal, beside = jax.lax.fori_loop(0, steps, body, (basis, zeros, zeros))
+    # the last entry belongs to a step that was not made
+    beside = jnp.where(jnp.arange(most) < steps - 1, beside, 0.0)[:-1]
+    values, vectors = jnp.linalg.eigh(
+        jnp.diag(diagonal) + jnp.diag(beside, 1) + jnp.diag(beside, -1)
+    )
+    values = jnp.abs(values)
+    direction = basis[:-1].T @ vectors[:, jnp.argmax(values)]
+    norm = jnp.linalg.norm(direction)
+    usable = (values.max() > 0) & (norm > 0)
+    return values.max(), jnp.where(usable, direction / jnp.where(usable, norm, 1.0), start)
 
 
 def stein_windows(num_warmup: int) -> tuple[int, int, int]:

@@ -11,12 +11,19 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib import resources
 from importlib.resources.abc import Traversable
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-_PROGRAMS = {"numpyro": "ppl_ext.models.numpyro_programs"}
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_PROGRAMS = {
+    "numpyro": "ppl_ext.models.numpyro_programs",
+    "pyro": "ppl_ext.models.pyro_programs",
+}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -28,15 +35,16 @@ class Problem:
         description: the problem in one sentence.
         notes: traps of the posterior and of the program; may be empty.
         model: the probabilistic program.
-        args: positional arguments of `model`, arrays: what the model conditions on.
-        kwargs: keyword arguments of `model`, arrays: what the model observes. Without them
-            `model` draws its observations.
+        args: positional arguments of `model`: what the model conditions on. NumPy arrays, or for
+            a Pyro program tensors of torch's default dtype.
+        kwargs: keyword arguments of `model`, of the same kind: what the model observes. Without
+            them `model` draws its observations.
         shapes: shape of each site that `reference` describes.
         reference: for each scalar parameter, under posteriordb's name with indices from 1
             (`mu`, `beta[1]`), the posterior's `mean`, `sd`, `q5`, `q50`, `q95` and the Monte
             Carlo standard error of the mean, `mcse_mean`. All on the constrained scale.
-        init_values: constrained starting values by site, for problems that must start near
-            their mode (``init_to_value(values=problem.init_values)``); else None.
+        init_values: constrained starting values by site, of the same kind, for problems that
+            must start near their mode (``init_to_value(values=problem.init_values)``); else None.
         source: origin of the program, the data and the reference.
         licence: licence of the data and of the reference, an SPDX identifier.
 
@@ -55,11 +63,11 @@ class Problem:
     description: str
     notes: str
     model: Callable[..., None]
-    args: tuple[NDArray[Any], ...]
-    kwargs: dict[str, NDArray[Any]]
+    args: tuple[NDArray[Any] | Tensor, ...]
+    kwargs: dict[str, NDArray[Any] | Tensor]
     shapes: dict[str, tuple[int, ...]]
     reference: dict[str, dict[str, float]]
-    init_values: dict[str, NDArray[Any]] | None
+    init_values: dict[str, NDArray[Any] | Tensor] | None
     source: str
     licence: str
     _draws_file: str | None
@@ -88,7 +96,10 @@ class Problem:
         Args:
             samples: constrained samples by site, as ``mcmc.get_samples()`` returns them: each of
                 shape (draw, *site) or, grouped by chain, (chain, draw, *site), or any other
-                leading shape. Sites that `reference` does not describe are left out.
+                leading shape. Sites that `reference` does not describe are left out. Pyro's
+                `get_samples` lacks deterministic sites, here theta of eight_schools_noncentered
+                and f of gp_pois_regr: add ``Predictive(problem.model, samples,
+                return_sites=["theta"])(*problem.args)``.
 
         Returns:
             Arrays of the leading shape, in the order of `reference`.
@@ -132,10 +143,12 @@ def load(name: str, ppl: str = "numpyro") -> Problem:
 
     Args:
         name: one of `list`'s names.
-        ppl: language of the program; "numpyro" is the only one.
+        ppl: language of the program, "numpyro" or "pyro". Both programs of a problem have the
+            same sites, of the same shapes, and the same log density.
 
     Raises:
         ValueError: `name` is no problem, or `ppl` no language that programs are written in.
+        ImportError: `ppl` is "pyro", and Pyro or torch is not installed.
 
     Source:
         posteriordb, https://github.com/stan-dev/posteriordb; each problem has its own `source`.
@@ -162,8 +175,9 @@ def load(name: str, ppl: str = "numpyro") -> Problem:
             f"there is no problem {name!r}{hint} ppl_ext.models.list() returns the names of all"
         )
     stored = json.loads((_data() / f"{name}.json").read_text(encoding="utf-8"))
-    model = getattr(importlib.import_module(_PROGRAMS[ppl]), name)
-    args, kwargs = _arguments(model, stored["data"])
+    model = getattr(_programs(ppl), name)
+    array = _tensor if ppl == "pyro" else np.array
+    args, kwargs = _arguments(model, stored["data"], array)
     init_values = stored["init_values"]
     return Problem(
         name=name,
@@ -174,7 +188,7 @@ def load(name: str, ppl: str = "numpyro") -> Problem:
         kwargs=kwargs,
         shapes={site: tuple(shape) for site, shape in stored["parameters"].items()},
         reference=stored["reference"],
-        init_values=init_values and {site: np.array(v) for site, v in init_values.items()},
+        init_values=init_values and {site: array(v) for site, v in init_values.items()},
         source=stored["source"],
         licence=stored["licence"],
         _draws_file=stored["draws"],
@@ -202,14 +216,36 @@ def _parameter_name(site: str, index: tuple[int, ...]) -> str:
     return f"{site}[{','.join(str(i + 1) for i in index)}]" if index else site
 
 
+def _programs(ppl: str) -> ModuleType:
+    """Return the module of the programs in the language `ppl`."""
+    try:
+        return importlib.import_module(_PROGRAMS[ppl])
+    except ModuleNotFoundError as error:
+        if ppl == "pyro" and error.name in ("pyro", "torch"):
+            raise ImportError(
+                f"ppl='pyro' needs {error.name}, which is not installed: "
+                "pip install 'ppl-ext[pyro]'"
+            ) from error
+        raise
+
+
+def _tensor(values: ArrayLike) -> Tensor:
+    """Return `values` as a tensor of torch's default dtype."""
+    import torch
+
+    return torch.tensor(values, dtype=torch.get_default_dtype())
+
+
 def _arguments(
-    model: Callable[..., None], data: Mapping[str, ArrayLike]
-) -> tuple[tuple[NDArray[Any], ...], dict[str, NDArray[Any]]]:
+    model: Callable[..., None],
+    data: Mapping[str, ArrayLike],
+    array: Callable[[ArrayLike], NDArray[Any] | Tensor],
+) -> tuple[tuple[NDArray[Any] | Tensor, ...], dict[str, NDArray[Any] | Tensor]]:
     """Return `data` as the positional and, for parameters with a default, the keyword arguments."""
     args, kwargs = [], {}
     for name, parameter in inspect.signature(model).parameters.items():
         if parameter.default is parameter.empty:
-            args.append(np.array(data[name]))
+            args.append(array(data[name]))
         else:
-            kwargs[name] = np.array(data[name])
+            kwargs[name] = array(data[name])
     return tuple(args), kwargs

@@ -7,10 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
-import numpy as np
 from numpyro.infer.initialization import init_to_uniform
 
-from ppl_ext.arguments import argument_error, check_choice, check_count, check_positive
 from ppl_ext.kernels import uld
 from ppl_ext.numpyro.kernel import Kernel
 from ppl_ext.target import Array, PyTree, Target
@@ -124,42 +122,16 @@ class ULD(Kernel):
         init_strategy: Callable[..., Any] = init_to_uniform,
     ) -> None:
         super().__init__(model, potential_fn, init_strategy=init_strategy)
-        check_choice("ULD", "integrator", integrator, tuple(uld.INTEGRATORS))
-        check_choice("ULD", "precondition", precondition, ("diag", "dense", None))
-        optional = {"step_size": step_size, "friction": friction}
-        check_positive("ULD", **{k: v for k, v in optional.items() if v is not None})
-        check_positive("ULD", bias_tolerance=bias_tolerance)
-        if num_steps is not None:
-            check_count("ULD", num_steps=num_steps)
-        check_choice("ULD", "adjust", adjust, ("ghmc", "malt", None))
-        if adjust is not None and uld.INTEGRATORS[integrator].energy_order is None:
-            raise ValueError(
-                f'ULD: `integrator="{integrator}"` has no acceptance ratio, which '
-                f'`adjust="{adjust}"` needs. Use "obabo", or `adjust=None`.'
-            )
-        if integrator == "kbk" and precondition == "dense":
-            raise ValueError(
-                'ULD: `integrator="kbk"` keeps the coordinates of the prior apart. Use '
-                '`precondition="diag"` or None, or another integrator with "dense".'
-            )
-        if prior_precision is not None and integrator != "kbk":
-            raise argument_error(
-                "ULD", "prior_precision", prior_precision, f"None with integrator {integrator!r}"
-            )
-        if integrator == "kbk" and prior_precision is None and model is None:
-            raise argument_error(
-                "ULD", "prior_precision", None, "given for `potential_fn` with integrator 'kbk'"
-            )
-        _check_prior_precision(prior_precision)
-        self._settings = uld.Settings(
-            integrator,
-            step_size,
-            friction,
-            num_steps,
-            precondition,
-            bias_tolerance,
-            adjust,
-            prior_precision,
+        self._settings = uld.checked_settings(
+            integrator=integrator,
+            step_size=step_size,
+            friction=friction,
+            num_steps=num_steps,
+            precondition=precondition,
+            bias_tolerance=bias_tolerance,
+            adjust=adjust,
+            prior_precision=prior_precision,
+            has_model=model is not None,
         )
 
     @property
@@ -169,12 +141,7 @@ class ULD(Kernel):
 
     def _check_target(self, target: Target) -> None:
         target.check_continuous("ULD")
-        given = self._settings.prior_precision
-        if isinstance(given, Mapping) and (unknown := set(given) - set(target.structure)):
-            raise ValueError(
-                f"ULD: `prior_precision` names unknown sites {sorted(unknown)}; the model has "
-                f"{sorted(target.structure)}."
-            )
+        uld.check_sites(self._settings, target)
 
     def _init(self, rng_key: Array, z: PyTree, target: Target) -> uld.State:
         return uld.init(rng_key, z, target, self._settings)
@@ -197,24 +164,7 @@ class ULD(Kernel):
 
     def run_facts(self, state: uld.State) -> dict[str, Any]:
         """What `ppl_ext.diagnostics.uld_report` reads; `state` is that of one chain or of all."""
-        adapt, settings = state.adapt_state, self._settings
-        chains = lambda values: np.atleast_1d(np.asarray(values, np.float64))  # noqa: E731
-        scale = np.asarray(adapt.scale, np.float64)
-        inverse_mass = (scale**2).sum(-1) if settings.precondition == "dense" else scale**2
-        facts: dict[str, Any] = {
-            "uld_integrator": settings.integrator,
-            "uld_adjust": settings.adjust or "none",
-            "uld_step_size": chains(adapt.step_size),
-            "uld_friction": chains(adapt.friction),
-            "uld_trace": chains(adapt.trace),
-            "uld_curvature": chains(adapt.curvature),
-            "uld_width": chains(adapt.width),
-            "uld_inverse_mass": inverse_mass.reshape(-1, inverse_mass.shape[-1]).mean(0),
-        }
-        if settings.integrator == "kbk":
-            precision = np.asarray(adapt.prior_precision, np.float64)
-            facts["uld_prior_precision"] = precision.reshape(-1, precision.shape[-1])[0]
-        return facts
+        return uld.facts(state.adapt_state, self._settings)
 
     def get_diagnostics_str(self, state: uld.State) -> str:
         """Step size, steps per draw and undone steps, for the progress bar."""
@@ -222,17 +172,3 @@ class ULD(Kernel):
             f"step size {state.adapt_state.step_size:.2e}, {state.num_steps} steps/draw, "
             f"{state.num_divergences} undone"
         )
-
-
-def _check_prior_precision(given: float | Mapping[str, Any] | None) -> None:
-    named = given if isinstance(given, Mapping) else {"": given}
-    for name, value in named.items():
-        if value is None and not name:
-            continue
-        array = np.asarray(value)
-        number = array.dtype.kind in "iuf"
-        if not number or not (np.isfinite(array) & (array >= 0)).all():
-            where = f"prior_precision[{name!r}]" if name else "prior_precision"
-            raise argument_error("ULD", where, value, "finite numbers >= 0")
-        if not name and array.ndim:
-            raise argument_error("ULD", "prior_precision", value, "a number or a dict by site")

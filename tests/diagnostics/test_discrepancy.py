@@ -179,9 +179,41 @@ def test_bad_input_is_refused_with_the_reason() -> None:
         psd(np.stack([x, x], axis=2), np.stack([x, x], axis=2), standardize="full")
     with pytest.raises(ValueError, match="no draw at which all"):
         psd(np.full((2, 50), np.nan), -x)
+    with pytest.raises(ValueError, match="all scores are zero"):
+        psd(x, 0 * x)
     with pytest.raises(ValueError, match="draws of 'x' are of type complex128: real numbers"):
         psd(x + 0j, -x)
     with pytest.raises(ValueError, match="there are no draws of 'x'"):
         psd(x[:, :0], -x[:, :0])
     with pytest.raises(ValueError, match="interactions must be True or False, got 'yes'"):
         psd(x, -x, interactions="yes")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("family", ["hermite", "monomial"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_sums_on_a_device_are_those_of_the_host(
+    monkeypatch: pytest.MonkeyPatch, family: str, weighted: bool
+) -> None:
+    """JAX's device is the CPU here, in float32; the draws are float32 with an offset of 1e4."""
+    rng = np.random.default_rng(10)
+    x = (1e4 + rng.normal(size=(3, 700, 4))).astype(np.float32)
+    s = (1e4 - x).astype(np.float32)
+    s[1, 5:9, 2] = np.nan
+    scored, _ = read(
+        x, s, sample_dims=None, group="", var_names=None, filter_vars=None, coords=None,
+        chain_axis=0, draw_axis=1, weights=rng.exponential(size=(3, 700)) if weighted else None,
+    )  # fmt: skip
+    basis, transform = SteinBasis(4, 4, True, family), standardization(scored, "full")  # type: ignore[arg-type]
+    starts = np.array([0, 1, 5, 300, 700, 701, 1400, 1999, 2099])
+    expected = feature_sums(scored, transform, basis, starts)
+    used = []
+    monkeypatch.setattr(moments_module, "_worth_a_device", lambda _: used.append(1) or True)
+    for size in (2**12, 2**27):
+        monkeypatch.setattr(moments_module, "_DEVICE_BYTES", size)
+        found = feature_sums(scored, transform, basis, starts)
+        sd = np.sqrt(expected.squares / 2100)
+        lengths = np.diff([*starts, 2100])
+        error = np.abs(found.sums - expected.sums) / sd / np.sqrt(lengths)[:, None]
+        assert error.max() < 1e-5  # the Monte Carlo error is 1
+        np.testing.assert_allclose(found.squares, expected.squares, rtol=1e-5)
+    assert len(used) == 2

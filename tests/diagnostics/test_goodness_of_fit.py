@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from ppl_ext.diagnostics import TooFewDrawsError, psd, psd_test
-from ppl_ext.diagnostics.batches import FeatureSeries, feature_series
+from ppl_ext import _arviz
+from ppl_ext.diagnostics import TooFewDrawsError, batches, psd, psd_test
+from ppl_ext.diagnostics.batches import FeatureSeries, effective_sample_size, feature_series
 from ppl_ext.diagnostics.draws import read
 from ppl_ext.diagnostics.features import SteinBasis
 from ppl_ext.diagnostics.moments import standardization
@@ -176,10 +177,44 @@ def test_draws_that_are_not_finite_are_counted(ar1: MakeChains) -> None:
     assert np.isfinite(result.features.values).all() and result.pvalue > 0.01
 
 
-def test_constant_feature_of_a_flat_density_is_infinitely_significant() -> None:
+def test_largest_t_of_skewed_features_has_a_warning() -> None:
+    x = np.random.default_rng(17).normal(size=(4, 500, 2))
+    for order in (3, 4):
+        result = psd_test(x, -x, method="max", order=order, n_boot=9)
+        assert any("are skewed" in text for text in result.warnings) == (order == 4)
+    assert not psd_test(x, -x, order=4, n_boot=9).warnings
+
+
+def test_constant_feature_is_infinitely_significant() -> None:
+    """With the score 1 / x, the feature of degree two is 2 + 2 x / x."""
     x = np.random.default_rng(10).normal(size=(4, 500))
-    result = psd_test(x, np.zeros_like(x))
-    assert result.pvalue == 0.001 and np.isinf(result.worst["t"].iloc[0])
+    result = psd_test(x, 1 / x, standardize=None)
+    assert result.worst.index[0] == "x^2" and np.isinf(result.worst["t"].iloc[0])
+    assert psd_test(x, 1 / x, standardize=None, method="max").pvalue == 0.001
+
+
+@pytest.mark.arviz
+@pytest.mark.parametrize(("rho", "rtol"), [(0.0, 0.1), (0.9, 0.03), (-0.9, 1e-9)])
+def test_effective_sample_size_is_near_to_that_of_arviz(
+    ar1: MakeChains, rho: float, rtol: float
+) -> None:
+    """The last term of the sum over lags differs, up to 6% here; the antithetic bound does not."""
+    series = ar1(np.random.default_rng(15), 2, 501, 40, rho)
+    expected = _arviz.ess(xr.DataArray(series, dims=("chain", "draw", "series"))).values
+    np.testing.assert_allclose(effective_sample_size(series), expected, rtol=rtol)
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 3), (3, 10, 300)])
+def test_effective_sample_size_of_short_chains(ar1: MakeChains, shape: tuple[int, ...]) -> None:
+    found = effective_sample_size(ar1(np.random.default_rng(15), *shape, 0.0))
+    assert found.shape == shape[2:] and (found > 0).all()
+
+
+def test_effective_sample_size_in_blocks(ar1: MakeChains, monkeypatch: pytest.MonkeyPatch) -> None:
+    series = ar1(np.random.default_rng(16), 2, 100, 7, 0.5)
+    expected = effective_sample_size(series)
+    monkeypatch.setattr(batches, "_MAX_TRANSFORMED", 400)
+    np.testing.assert_allclose(effective_sample_size(series), expected, rtol=1e-12)
 
 
 @pytest.mark.arviz

@@ -90,7 +90,7 @@ def test_an_adjusted_run_of_a_potential_function_has_no_bias():
 
 def test_other_runs_are_refused(biased):
     nuts = run(NUTS(model), 5)
-    with pytest.raises(TypeError, match="got one of NUTS"):
+    with pytest.raises(TypeError, match="got MCMC of NUTS"):
         uld_report(nuts)
     with pytest.raises(ValueError, match=r"no ULD run.*ppl_ext\.to_arviz"):
         uld_report(ppl_ext.to_arviz(nuts))

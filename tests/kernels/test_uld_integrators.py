@@ -387,7 +387,7 @@ def test_energy_error_is_the_log_metropolis_ratio(x64, name):
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n not in WITH_ENERGY_ERROR])
 def test_an_integrator_without_metropolis_ratio_says_so(name):
-    step = make(name, quartic, 2, 0.3, 1.0)
+    step = jax.jit(make(name, quartic, 2, 0.3, 1.0))
     _, w = step(jnp.ones(2), jnp.zeros(2), jnp.zeros((INTEGRATORS[name].normals, 2)))
     assert jnp.isnan(w)
 
@@ -413,7 +413,7 @@ def test_scale_is_a_change_of_coordinates(x64, name):
         mean=mean / scale if m else 0.0,
         precision=m * scale**2 if m else 0.0,
     )
-    (new, w), (new_y, w_y) = in_x(times(y), v, normals), in_y(y, v, normals)
+    (new, w), (new_y, w_y) = jax.jit(in_x)(times(y), v, normals), jax.jit(in_y)(y, v, normals)
     np.testing.assert_allclose(new.x, times(new_y.x), rtol=1e-11)
     np.testing.assert_allclose(new.v, new_y.v, rtol=1e-11)
     np.testing.assert_allclose(w, w_y, rtol=1e-9)

@@ -1,6 +1,7 @@
 """What a caller sees of the reference problems."""
 
 import functools
+import re
 import subprocess
 import sys
 from typing import Any
@@ -157,8 +158,24 @@ def test_unknown_name(name: str, message: str) -> None:
 
 
 def test_unknown_language() -> None:
-    with pytest.raises(ValueError, match=r"ppl must be one of \('numpyro',\), not 'stan'"):
+    with pytest.raises(ValueError, match=r"ppl must be one of \('numpyro', 'pyro'\), not 'stan'"):
         models.load("arK", ppl="stan")
+
+
+@pytest.mark.parametrize("package", ["pyro", "torch"])
+def test_pyro_without_its_packages(package: str) -> None:
+    code = (
+        f"import sys; sys.modules[{package!r}] = None; from ppl_ext import models;"
+        "models.load('arK', ppl='pyro')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    last = done.stderr.splitlines()[-1]
+    # where Pyro is not installed, it is what is missing first
+    assert re.match(
+        rf"ImportError: ppl='pyro' needs ({package}|pyro), which is not installed: "
+        r"pip install 'ppl-ext\[pyro\]'$",
+        last,
+    )
 
 
 def test_flat_names_what_is_wrong() -> None:
@@ -174,7 +191,9 @@ def test_import_is_light_and_bare_name_is_refused() -> None:
     code = (
         "import sys, ppl_ext.models;"
         "print({'torch', 'pyro', 'matplotlib', 'numpyro', 'ppl_ext.models.numpyro_programs'}"
-        " & set(sys.modules))"
+        " & set(sys.modules));"
+        "ppl_ext.models.load('arK');"
+        "print({'torch', 'pyro', 'ppl_ext.models.pyro_programs'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "set()\n"
+    assert done.stdout == "set()\nset()\n"

@@ -1,0 +1,7 @@
+"""Kernels for `pyro.infer.MCMC`, which run in JAX."""
+
+from ppl_ext.pyro.hmc import HMC, NUTS
+from ppl_ext.pyro.mcmc import MCMC
+from ppl_ext.pyro.uld import ULD
+
+__all__ = ["HMC", "MCMC", "NUTS", "ULD"]

@@ -1,0 +1,154 @@
+"""Compiled chains: transitions made in blocks inside one loop.
+
+A `Runner` holds the two compiled programs of a kernel, start and block of transitions. It is
+found again for an equal algorithm and model, so that later chains and runs do not compile.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from functools import lru_cache, partial
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ppl_ext.target import Array, PyTree, Target
+
+# size of the buffers of one block, and the time a block should take: short enough for a smooth
+# progress bar, and for little waste when the driver needs fewer draws than a block has
+BUFFER_BYTES = 2**25
+MAX_BLOCK = 1000
+SECONDS_PER_BLOCK = 0.2
+
+Fields = dict[str, np.ndarray]
+
+
+class Transition(NamedTuple):
+    """One chain's start and step, and what is kept of each draw."""
+
+    init: Callable[[Array, PyTree, PyTree], Any]  # key, z, data -> state
+    step: Callable[[Any, PyTree], Any]  # state, data -> state
+    fields: Callable[[Any], dict[str, Array]]  # state -> statistics of the draw
+
+
+class Algorithm(Protocol):
+    """A kernel's settings: hashable, equal when they sample alike."""
+
+    def __hash__(self) -> int: ...
+
+    def transition(self, target: Target, num_warmup: int) -> Transition:
+        """The algorithm on a target whose callables take `(z, data)`."""
+
+
+class Runner:
+    """Compiled start and block of transitions for one chain, or for several at once."""
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        potential: Callable[[PyTree, PyTree], Array],
+        structure: tuple[tuple[str, tuple[int, ...]], ...],
+        num_warmup: int,
+        batched: bool,
+        extra_fields: tuple[str, ...],
+    ) -> None:
+        target = Target(
+            language="pyro",
+            sites=(),
+            plates=(),
+            structure=dict(structure),
+            # `data` are the constants of the potential, and the Gaussian prior or `None`
+            potential_energy=lambda z, data: potential(z, data[0]),
+            constrain_sites=_itself,
+            unconstrain_sites=_itself,
+            gaussian_prior=lambda data: data[1],
+        )
+        init, step, fields = algorithm.transition(target, num_warmup)
+
+        def collect(state: Any) -> dict[str, Any]:
+            extra = {name: _attribute(state, name) for name in extra_fields}
+            return {"z": state.z, **fields(state), **extra}
+
+        if batched:
+            init = jax.vmap(init, (0, 0, None))
+            step = jax.vmap(step, (0, None))
+
+        @partial(jax.jit, static_argnames="capacity")
+        def block(
+            state: Any, data: PyTree, count: Array, thinning: Array | None, capacity: int
+        ) -> tuple[Any, Any]:
+            shapes = jax.eval_shape(collect, state)
+            buffers = jax.tree.map(lambda s: jnp.zeros((capacity, *s.shape), s.dtype), shapes)
+
+            def body(i: Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+                state, buffers = carry
+                if thinning is None:
+                    state = step(state, data)
+                else:
+                    state = jax.lax.fori_loop(0, thinning, lambda _, s: step(s, data), state)
+                kept = jax.tree.map(lambda b, x: b.at[i].set(x), buffers, collect(state))
+                return state, kept
+
+            return jax.lax.fori_loop(0, count, body, (state, buffers))
+
+        self.init = jax.jit(init)
+        self._block = block
+        self._collect = collect
+
+    def capacity(self, state: Any) -> int:
+        """Draws that the buffers of a block hold."""
+        shapes = jax.eval_shape(self._collect, state)
+        size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
+        return int(np.clip(BUFFER_BYTES // max(size, 1), 1, MAX_BLOCK))
+
+    def block(
+        self, state: Any, data: PyTree, count: int, capacity: int, thinning: int | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        """`count` kept draws, each after `thinning` transitions; axis 0 of each field.
+
+        `thinning=None` is one transition in a program of its own, without the inner loop.
+        """
+        inner = None if thinning is None else jnp.asarray(thinning, jnp.int32)
+        state, buffers = self._block(
+            state, data, jnp.asarray(count, jnp.int32), inner, capacity=capacity
+        )
+        return state, jax.tree.map(lambda b: np.asarray(b)[:count], buffers)
+
+
+runner = lru_cache(maxsize=32)(Runner)
+
+
+class Chain:
+    """A chain (or several) under way: its state, its data and the block size in use."""
+
+    def __init__(self, runner: Runner, keys: Array, z: PyTree, data: PyTree) -> None:
+        self.runner, self.data = runner, data
+        self.state = runner.init(keys, z, data)
+        self.capacity = runner.capacity(self.state)
+        self.count = 1
+
+    def draw(self, limit: int | None = None, thinning: int | None = None) -> dict[str, Any]:
+        """The next block of draws, at most `limit` of them."""
+        count = min(self.count, self.capacity, limit or self.capacity)
+        started = time.perf_counter()
+        self.state, fields = self.runner.block(
+            self.state, self.data, count, self.capacity, thinning
+        )
+        seconds = max(time.perf_counter() - started, 1e-6)
+        # the first block contains the compilation: its time says nothing
+        wanted = count * SECONDS_PER_BLOCK / seconds
+        self.count = int(np.clip(wanted, 1, 4 * count if count > 1 else 16))
+        return fields
+
+
+def _attribute(state: Any, path: str) -> Any:
+    for name in path.split("."):
+        state = state[name] if isinstance(state, Mapping) else getattr(state, name)
+    return state
+
+
+def _itself(z: Any, *_: Any) -> Any:
+    return z
