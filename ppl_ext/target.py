@@ -233,6 +233,23 @@ class Target:
         return jax.tree.structure(self.structure, is_leaf=_is_shape)
 
 
+def site_without_mean(name: str, family: str) -> UnsupportedModelError:
+    """The error for an observed site from which no prediction can be read."""
+    return UnsupportedModelError(
+        f"Observed site '{name}' ({family}) has no mean or variance, from which the prediction of "
+        "an operator could be read. Give the prediction as the mean of a Normal or StudentT site, "
+        "or sample without correction."
+    )
+
+
+def model_without_observation() -> UnsupportedModelError:
+    """The error for a model from which no prediction can be read."""
+    return UnsupportedModelError(
+        "The model has no observed site, from which the prediction of an operator could be read. "
+        "Write the likelihood as a sample site with `obs=`, not as a factor."
+    )
+
+
 def potential_target(potential_fn: Callable[[PyTree], Array], z: PyTree) -> Target:
     """Target of a potential energy function without a model; `z` gives structure and shapes."""
     return Target(

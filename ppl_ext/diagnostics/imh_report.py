@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,9 +13,6 @@ import xarray as xr
 from scipy.special import logsumexp
 
 from ppl_ext import _arviz, registry
-
-if TYPE_CHECKING:
-    from numpyro.infer import MCMC
 
 # a run of proposals with lower acceptance, or with weights of a heavier tail, is warned of
 MIN_ACCEPTANCE, MAX_PARETO_K = 0.01, 0.7
@@ -133,8 +130,13 @@ class IMHReport:
     __repr__ = __str__
 
 
-def imh_report(mcmc: MCMC) -> IMHReport:
-    """Report on a finished run of `ppl_ext.numpyro.ProximalIMH`.
+def imh_report(mcmc: Any) -> IMHReport:
+    """Report on a finished run of `ProximalIMH`.
+
+    Parameters
+    ----------
+    mcmc : numpyro.infer.MCMC, pyro.infer.MCMC or ppl_ext.pyro.MCMC
+        After `run`.
 
     Raises
     ------
@@ -166,23 +168,22 @@ def imh_report(mcmc: MCMC) -> IMHReport:
     >>> bool(abs(report.importance_estimates()["mean"] - report.comparison["mean"]).max() < 0.1)
     True
     """
-    kernel = mcmc.sampler
+    kernel = mcmc.sampler if hasattr(mcmc, "sampler") else getattr(mcmc, "kernel", None)
     if not hasattr(getattr(kernel, "settings", None), "correction"):
         raise TypeError(
-            "imh_report takes a run of ppl_ext.numpyro.ProximalIMH, got one of "
-            f"{type(kernel).__name__}."
+            "imh_report takes a run of ppl_ext.numpyro.ProximalIMH or ppl_ext.pyro.ProximalIMH, "
+            f"got one of {type(kernel).__name__}."
         )
-    if mcmc.last_state is None or mcmc.last_state is mcmc.post_warmup_state:
-        raise ValueError("`mcmc` holds no draws: call `mcmc.run` first.")
-    fields = mcmc.get_extra_fields(group_by_chain=True)
+    fields, facts = _numpyro_run(mcmc) if hasattr(mcmc, "sampler") else _pyro_run(mcmc)
     candidate = fields["candidate"]
-    target = registry.target(kernel.model, *mcmc._args, **kernel.all_kwargs(mcmc._kwargs))
+    kwargs = kernel.all_kwargs(mcmc._kwargs)
+    target = registry.target(kernel.model, *mcmc._args, **kwargs)
     names = [site.name for site in target.latent]
 
     @jax.jit  # so that the operator, on which no latent site depends, is not run
     @jax.vmap
     def constrain(z: jax.Array) -> dict[str, jax.Array]:
-        values = target.constrain(z, *mcmc._args, **kernel.all_kwargs(mcmc._kwargs))
+        values = target.constrain(z, *mcmc._args, **kwargs)
         return {name: values[name] for name in names}
 
     flat = lambda x: np.asarray(x).reshape(-1, *np.shape(x)[2:])  # noqa: E731
@@ -195,7 +196,7 @@ def imh_report(mcmc: MCMC) -> IMHReport:
     num_chains = np.shape(fields["log_weight"])[0]
     stacked = np.stack(list(draws.values()), -1).reshape(num_chains, -1, len(draws))
     ess = float(_arviz.ess(xr.DataArray(stacked, dims=("chain", "draw", "number"))).min())
-    num_solves = int(flat(candidate.num_solves).sum()) + _fit_solves(mcmc.last_state)
+    num_solves = int(flat(candidate.num_solves).sum()) + int(np.sum(facts["imh_fit_solves"]))
     before = _numbers(constrain(flat(candidate.base)))
     approx = _weighted(before, wide(candidate.approx_log_weight))
     comparison = pd.DataFrame(
@@ -209,7 +210,7 @@ def imh_report(mcmc: MCMC) -> IMHReport:
     comparison["shift"] = (comparison["mean"] - comparison["approx_mean"]) / comparison["sd"]
     energy = np.asarray(fields["potential_energy"])
     report = IMHReport(
-        correction=str(kernel.settings.correction).lower(),
+        correction=facts["imh_correction"],
         num_proposals=count,
         num_solves=num_solves,
         accept_prob=float(np.mean(fields["accept_prob"])),
@@ -273,6 +274,27 @@ def _longest_run(chain: np.ndarray) -> int:
     return int(np.diff(ends).max())
 
 
-def _fit_solves(state: Any) -> int:
-    """Solves that found the map: once for all chains."""
-    return int(np.max(np.asarray(state.fit.num_solves)))
+def _numpyro_run(mcmc: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Statistics of the draws, (chain, draw) in front, and the facts of the run."""
+    if mcmc.last_state is None or mcmc.last_state is mcmc.post_warmup_state:
+        raise ValueError("`mcmc` holds no draws: call `mcmc.run` first.")
+    facts = mcmc.sampler.run_facts(mcmc.last_state)
+    return mcmc.get_extra_fields(group_by_chain=True), _once(facts, mcmc.chain_method)
+
+
+def _pyro_run(mcmc: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    if getattr(mcmc, "_samples", None) is None:
+        raise ValueError("`mcmc` holds no draws: call `mcmc.run` first.")
+    chains = [diagnostics["sample_stats"] for diagnostics in mcmc._diagnostics]
+    every = [diagnostics["run_facts"] for diagnostics in mcmc._diagnostics]
+    solves = np.concatenate([facts["imh_fit_solves"] for facts in every])
+    facts = {**every[0], "imh_fit_solves": solves}
+    fields = jax.tree.map(lambda *parts: np.stack(parts), *chains)
+    return fields, _once(facts, getattr(mcmc, "chain_method", None))
+
+
+def _once(facts: dict[str, Any], chain_method: Any) -> dict[str, Any]:
+    """The map of vectorised chains was found once for all."""
+    if chain_method != "vectorized":
+        return facts
+    return {**facts, "imh_fit_solves": facts["imh_fit_solves"][:1]}

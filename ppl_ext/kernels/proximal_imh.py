@@ -42,14 +42,19 @@ densities here are derived, not taken from the paper.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from numbers import Real
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.scipy.linalg import cho_solve, solve_triangular
 
+from ppl_ext.arguments import argument_error, check_choice, check_count, check_positive
+from ppl_ext.errors import UnsupportedModelError
 from ppl_ext.target import Array, PyTree, Target
 
 Correction = Literal["gn", "affine", "frozen", "argmin", "latent"]
@@ -60,6 +65,13 @@ MAX_NEWTON, MAX_MINIMISE = 20, 100
 
 # Gauss-Newton steps from the cheap model's mode to the point where A is linearised
 REFERENCE_STEPS = 2
+
+# the largest number of coordinates for which `correction="auto"` takes `gn`: its determinant
+# needs as many derivatives of the exact operator, for every proposal
+MAX_GAUSS_NEWTON = 100
+
+# least number of transitions that adapt a kernel on the cheap posterior, before the run
+INNER_WARMUP = 300
 
 # numbers held at once while Jacobians of a batch are computed
 MAX_CHUNK = 2**24
@@ -803,6 +815,183 @@ def differentiable(function: Callable[[Array], Array], u: Array) -> bool:
             raise
         return False
     return True
+
+
+# --- what a front end asks -------------------------------------------------------------------
+
+
+def checked_operators(name: str, value: Any) -> dict[str, Any]:
+    """The argument `approx` or `exact` of a front end, a dict of keyword arguments of the model.
+
+    Raises
+    ------
+    TypeError
+        When it is none.
+    """
+    if not isinstance(value, Mapping):
+        raise TypeError(
+            f"ProximalIMH: `{name}` must be a dict of keyword arguments of the model, such as "
+            f"dict(forward=solver), got {type(value).__name__}."
+        )
+    return dict(value)
+
+
+def checked_settings(
+    *,
+    proposal: Any,
+    proposal_is_kernel: bool,
+    correction: Any,
+    beta: Any,
+    metric: Any,
+    weight: Any,
+    steps: Any,
+    defensive: Any,
+    inner_steps: Any,
+    batch_size: Any,
+    has_local_kernel: bool,
+) -> Settings:
+    """`Settings` of the arguments of a front end's `ProximalIMH`, correction and base left open.
+
+    Raises
+    ------
+    ValueError
+        For a bad argument, or two that exclude each other, named.
+    """
+    check_choice("ProximalIMH", "correction", correction, ("auto", *CORRECTIONS, None))
+    check_positive("ProximalIMH", beta=beta)
+    check_count("ProximalIMH", steps=steps, batch_size=batch_size)
+    number = isinstance(defensive, Real) and not isinstance(defensive, bool)
+    if not number or not 0 <= float(defensive) < 1:
+        raise argument_error("ProximalIMH", "defensive", defensive, "a number from 0 to 1")
+    if inner_steps is not None:
+        check_count("ProximalIMH", inner_steps=inner_steps)
+        if not proposal_is_kernel:
+            raise argument_error(
+                "ProximalIMH", "inner_steps", inner_steps, "None unless `proposal` is a kernel"
+            )
+    if proposal_is_kernel and defensive:
+        raise argument_error("ProximalIMH", "defensive", defensive, "0 when `proposal` is a kernel")
+    if isinstance(proposal, Draws) and (defensive or has_local_kernel):
+        raise ValueError(
+            "ProximalIMH: `defensive` and `local_kernel` need the density of the proposal "
+            "everywhere, but given draws have it at themselves only. Give a distribution."
+        )
+    return Settings(
+        base=LAPLACE,
+        correction=None,
+        beta=float(beta),
+        metric=_checked_precision("metric", metric, "likelihood"),
+        weight=_checked_precision("weight", weight, "prior"),
+        steps=int(steps),
+        defensive=float(defensive),
+        inner_steps=int(inner_steps or 5),
+        batch_size=int(batch_size),
+    )
+
+
+def checked_draws(z: np.ndarray, log_prob: np.ndarray) -> Draws:
+    """`Draws` of the argument `proposal` of a front end.
+
+    Raises
+    ------
+    ValueError
+        When their shapes do not fit, or a number is not finite.
+    """
+    if z.ndim != 2 or log_prob.shape != z.shape[:1] or not len(z):
+        raise ValueError(
+            "ProximalIMH: `proposal` (z, log_prob) must have the shapes (N, d) and (N,), got "
+            f"{z.shape} and {log_prob.shape}."
+        )
+    for name, values in (("z", z), ("log_prob", log_prob)):
+        if values.dtype.kind not in "iuf" or not np.isfinite(values).all():
+            raise ValueError(f"ProximalIMH: `proposal`: `{name}` must hold finite numbers.")
+    return Draws(jnp.asarray(z, float), jnp.asarray(log_prob, float))
+
+
+def _checked_precision(name: str, value: Any, default: str) -> np.ndarray | None:
+    if isinstance(value, str):
+        if value == default:
+            return None
+        raise argument_error("ProximalIMH", name, value, f'"{default}" or an array')
+    array = np.asarray(value)
+    square = array.ndim == 1 or (array.ndim == 2 and array.shape[0] == array.shape[1])
+    if array.dtype.kind not in "iuf" or not square or not np.isfinite(array).all():
+        raise argument_error("ProximalIMH", name, value, "a vector or square matrix of numbers")
+    spectrum = array if array.ndim == 1 else np.linalg.eigvalsh(array)
+    if (spectrum <= 0).any():
+        raise argument_error("ProximalIMH", name, value, "positive definite")
+    return array
+
+
+def check_width(shape: tuple[int, ...], batch_shape: tuple[int, ...], target: Target) -> None:
+    """Raise `ValueError` unless a distribution is one of the target's flat vector."""
+    if shape != (target.size,) or batch_shape != ():
+        raise ValueError(
+            f"ProximalIMH: `proposal` must be a distribution of one vector of {target.size} "
+            f"numbers, the unconstrained sites {sorted(target.structure)} in this order; its "
+            f"event shape is {tuple(shape)}, its batch shape {tuple(batch_shape)}."
+        )
+
+
+def check_draws(draws: Draws, target: Target) -> None:
+    """Raise `ValueError` unless given draws are of the target's flat vector."""
+    if draws.z.shape[1] != target.size:
+        raise ValueError(
+            f"ProximalIMH: the draws in `proposal` have {draws.z.shape[1]} numbers, the "
+            f"model {target.size}: the unconstrained sites {sorted(target.structure)}."
+        )
+
+
+def check_guide(sites: set[str], target: Target) -> None:
+    """Raise `UnsupportedModelError` unless a guide samples the target's sites and no others."""
+    if sites != set(target.structure):
+        raise UnsupportedModelError(
+            f"ProximalIMH: the guide samples {sorted(sites)}, the model "
+            f"{sorted(target.structure)}. A guide without other sites has a density; use an "
+            "AutoContinuous guide, or a Distribution."
+        )
+
+
+def chosen_correction(
+    correction: Correction | Literal["auto"] | None,
+    problem: Problem,
+    start: Array,
+    cheap_is_exact: bool,
+) -> Correction | None:
+    """What `correction="auto"` is for these operators."""
+    if correction != "auto":
+        return correction
+    if cheap_is_exact:
+        return None
+    few = start.size <= MAX_GAUSS_NEWTON
+    return "gn" if few and differentiable(partial(prediction, problem.exact), start) else "affine"
+
+
+def facts(state: State, settings: Settings) -> dict[str, Any]:
+    """What `imh_report` is told of a run besides its draws; `state` of one chain or several."""
+    return {
+        "imh_correction": str(settings.correction).lower(),
+        "imh_fit_solves": np.atleast_1d(np.asarray(state.fit.num_solves)),
+    }
+
+
+def latent_site(target: Target) -> str:
+    """The deterministic site with as many numbers as there are unknowns.
+
+    Raises
+    ------
+    UnsupportedModelError
+        When there is none, or several.
+    """
+    found = {s.name: math.prod(s.shape) for s in target.sites if s.kind == "deterministic"}
+    fitting = [name for name, size in found.items() if size == target.size]
+    if len(fitting) != 1:
+        raise UnsupportedModelError(
+            f'ProximalIMH: `correction="latent"` needs one deterministic site with {target.size} '
+            f"numbers, as many as there are unknowns, for the latent state of the operator; the "
+            f"deterministic sites have {found or 'none'}. Use another correction."
+        )
+    return fitting[0]
 
 
 # --- small parts -----------------------------------------------------------------------------

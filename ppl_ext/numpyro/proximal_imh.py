@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
-from numbers import Real
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -21,18 +18,10 @@ from numpyro.infer.initialization import init_to_uniform
 from numpyro.infer.mcmc import MCMCKernel
 from numpyro.infer.util import potential_energy
 
-from ppl_ext.arguments import argument_error, check_choice, check_count, check_positive
 from ppl_ext.errors import UnsupportedModelError
 from ppl_ext.kernels import proximal_imh as imh
 from ppl_ext.numpyro.kernel import Kernel
 from ppl_ext.target import Array, PyTree, Target
-
-# the largest number of coordinates for which `correction="auto"` takes `gn`: its determinant
-# needs as many derivatives of the exact operator, for every proposal
-MAX_GAUSS_NEWTON = 100
-
-# least number of transitions that adapt a kernel on the cheap posterior, before the run
-INNER_WARMUP = 300
 
 
 class _Bound(NamedTuple):
@@ -177,50 +166,26 @@ class ProximalIMH(Kernel):
         init_strategy: Callable[..., Any] = init_to_uniform,
     ) -> None:
         super().__init__(model, init_strategy=init_strategy)
-        for name, value in (("approx", approx), ("exact", exact)):
-            if not isinstance(value, Mapping) and not (name == "exact" and value is None):
-                raise TypeError(
-                    f"ProximalIMH: `{name}` must be a dict of keyword arguments of the model, such "
-                    f"as dict(forward=solver), got {type(value).__name__}."
-                )
-        check_choice("ProximalIMH", "correction", correction, ("auto", *imh.CORRECTIONS, None))
-        check_positive("ProximalIMH", beta=beta)
-        check_count("ProximalIMH", steps=steps, batch_size=batch_size)
-        if isinstance(defensive, bool) or not isinstance(defensive, Real) or not 0 <= defensive < 1:
-            raise argument_error("ProximalIMH", "defensive", defensive, "a number from 0 to 1")
-        if inner_steps is not None:
-            check_count("ProximalIMH", inner_steps=inner_steps)
-            if not isinstance(proposal, MCMCKernel):
-                raise argument_error(
-                    "ProximalIMH", "inner_steps", inner_steps, "None unless `proposal` is a kernel"
-                )
-        if local_kernel is not None:
-            _check_reversible("local_kernel", local_kernel, model)
-        if isinstance(proposal, MCMCKernel):
-            _check_reversible("proposal", proposal, model)
-            if defensive:
-                raise argument_error(
-                    "ProximalIMH", "defensive", defensive, "0 when `proposal` is a kernel"
-                )
+        self._approx = imh.checked_operators("approx", approx)
+        self._exact = {} if exact is None else imh.checked_operators("exact", exact)
+        for name, kernel in (("proposal", proposal), ("local_kernel", local_kernel)):
+            if isinstance(kernel, MCMCKernel) or (name == "local_kernel" and kernel is not None):
+                _check_reversible(name, kernel, model)
         self._local_kernel = local_kernel
-        self._approx, self._exact = dict(approx), dict(exact or {})
         self._proposal = _checked_proposal(proposal)
-        if isinstance(self._proposal, imh.Draws) and (defensive or local_kernel is not None):
-            raise ValueError(
-                "ProximalIMH: `defensive` and `local_kernel` need the density of the proposal "
-                "everywhere, but given draws have it at themselves only. Give a distribution."
-            )
         self._correction = correction
-        self._settings = imh.Settings(
-            base=imh.LAPLACE,
-            correction=None,
-            beta=float(beta),
-            metric=_precision("metric", metric, "likelihood"),
-            weight=_precision("weight", weight, "prior"),
-            steps=int(steps),
-            defensive=float(defensive),
-            inner_steps=int(inner_steps or 5),
-            batch_size=int(batch_size),
+        self._settings = imh.checked_settings(
+            proposal=self._proposal,
+            proposal_is_kernel=isinstance(proposal, MCMCKernel),
+            correction=correction,
+            beta=beta,
+            metric=metric,
+            weight=weight,
+            steps=steps,
+            defensive=defensive,
+            inner_steps=inner_steps,
+            batch_size=batch_size,
+            has_local_kernel=local_kernel is not None,
         )
 
     @property
@@ -260,26 +225,19 @@ class ProximalIMH(Kernel):
         if isinstance(proposal, str):
             return imh.LAPLACE
         if isinstance(proposal, imh.Draws):
-            if proposal.z.shape[1] != target.size:
-                raise ValueError(
-                    f"ProximalIMH: the draws in `proposal` have {proposal.z.shape[1]} numbers, the "
-                    f"model {target.size}: the unconstrained sites {sorted(target.structure)}."
-                )
+            imh.check_draws(proposal, target)
             return proposal
         if isinstance(proposal, MCMCKernel):
-            return self._chain(proposal, 0, model_args, cheap, max(self._num_warmup, INNER_WARMUP))
+            return self._chain(
+                proposal, 0, model_args, cheap, max(self._num_warmup, imh.INNER_WARMUP)
+            )
         if isinstance(proposal, tuple):
             guide, params = proposal
             if not isinstance(guide, AutoContinuous):
                 return _guide_base(substitute(guide, data=params), target, model_args, cheap)
             # its vector has the order and the transforms of ours
             proposal = guide.get_posterior(params)
-        if proposal.event_shape != (target.size,) or proposal.batch_shape != ():
-            raise ValueError(
-                f"ProximalIMH: `proposal` must be a distribution of one vector of {target.size} "
-                f"numbers, the unconstrained sites {sorted(target.structure)} in this order; its "
-                f"event shape is {proposal.event_shape}, its batch shape {proposal.batch_shape}."
-            )
+        imh.check_width(proposal.event_shape, proposal.batch_shape, target)
         return imh.Base(lambda key, fit: proposal.sample(key), lambda z, fit: proposal.log_prob(z))
 
     def _chain(
@@ -345,16 +303,10 @@ class ProximalIMH(Kernel):
 
     def _chosen(self, start: Array, bound: _Bound) -> imh.Settings:
         """The settings with the correction that the operators allow."""
-        problem, correction = bound.problem, self._correction
-        if correction == "auto":
-            predict = partial(imh.prediction, problem.exact)
-            if not self._approx:
-                correction = None
-            elif start.size <= MAX_GAUSS_NEWTON and imh.differentiable(predict, start):
-                correction = "gn"
-            else:
-                correction = "affine"
-        site = _latent_site(problem.exact) if correction == "latent" else None
+        correction = imh.chosen_correction(
+            self._correction, bound.problem, start, cheap_is_exact=not self._approx
+        )
+        site = imh.latent_site(bound.problem.exact) if correction == "latent" else None
         self._settings = replace(self._settings, correction=correction, latent_site=site)
         return replace(bound.settings, correction=correction, latent_site=site)
 
@@ -376,6 +328,9 @@ class ProximalIMH(Kernel):
     def _refresh(self, state: imh.State, bound: _Bound) -> imh.State:
         return imh.block_refresh(state, bound.problem, bound.settings, self._num_warmup)
 
+    def run_facts(self, state: imh.State) -> dict[str, Any]:
+        return imh.facts(state, self._settings)
+
     def get_diagnostics_str(self, state: imh.State) -> str:
         """Correction and acceptance probability, for the progress bar."""
         return f"correction {self._settings.correction}, acc. prob={state.accept_prob:.2f}"
@@ -392,25 +347,13 @@ def _checked_proposal(proposal: Any) -> Any:
         if callable(first) and isinstance(second, Mapping):
             return proposal
         if not callable(first):
-            return _checked_draws(np.asarray(first), np.asarray(second))
+            return imh.checked_draws(np.asarray(first), np.asarray(second))
     raise TypeError(
         'ProximalIMH: `proposal` must be "laplace", a numpyro Distribution of the unconstrained '
         "vector, a fitted guide with its parameters (guide, params), draws with their log density "
         "(z, log_prob), or a kernel, got "
         f"{proposal if isinstance(proposal, str) else type(proposal).__name__!r}."
     )
-
-
-def _checked_draws(z: np.ndarray, log_prob: np.ndarray) -> imh.Draws:
-    if z.ndim != 2 or log_prob.shape != z.shape[:1] or not len(z):
-        raise ValueError(
-            "ProximalIMH: `proposal` (z, log_prob) must have the shapes (N, d) and (N,), got "
-            f"{z.shape} and {log_prob.shape}."
-        )
-    for name, values in (("z", z), ("log_prob", log_prob)):
-        if values.dtype.kind not in "iuf" or not np.isfinite(values).all():
-            raise ValueError(f"ProximalIMH: `proposal`: `{name}` must hold finite numbers.")
-    return imh.Draws(jnp.asarray(z, float), jnp.asarray(log_prob, float))
 
 
 def _check_reversible(name: str, kernel: Any, model: Callable[..., Any]) -> None:
@@ -423,34 +366,6 @@ def _check_reversible(name: str, kernel: Any, model: Callable[..., Any]) -> None
         raise ValueError(f"ProximalIMH: `{name}` must be a kernel on the same model.")
 
 
-def _precision(name: str, value: Any, default: str) -> np.ndarray | None:
-    if isinstance(value, str):
-        if value == default:
-            return None
-        raise argument_error("ProximalIMH", name, value, f'"{default}" or an array')
-    array = np.asarray(value)
-    square = array.ndim == 1 or (array.ndim == 2 and array.shape[0] == array.shape[1])
-    if array.dtype.kind not in "iuf" or not square or not np.isfinite(array).all():
-        raise argument_error("ProximalIMH", name, value, "a vector or square matrix of numbers")
-    spectrum = array if array.ndim == 1 else np.linalg.eigvalsh(array)
-    if (spectrum <= 0).any():
-        raise argument_error("ProximalIMH", name, value, "positive definite")
-    return array
-
-
-def _latent_site(target: Target) -> str:
-    """The deterministic site with as many numbers as there are unknowns."""
-    found = {s.name: math.prod(s.shape) for s in target.sites if s.kind == "deterministic"}
-    fitting = [name for name, size in found.items() if size == target.size]
-    if len(fitting) != 1:
-        raise UnsupportedModelError(
-            f'ProximalIMH: `correction="latent"` needs one deterministic site with {target.size} '
-            f"numbers, as many as there are unknowns, for the latent state of the operator; the "
-            f"deterministic sites have {found or 'none'}. Use another correction."
-        )
-    return fitting[0]
-
-
 def _guide_base(guide: Callable, target: Target, args: tuple, kwargs: dict[str, Any]) -> imh.Base:
     """A hand-written guide: its log density is that of a model with its sites."""
     from numpyro.handlers import seed, trace
@@ -460,11 +375,7 @@ def _guide_base(guide: Callable, target: Target, args: tuple, kwargs: dict[str, 
     def sample(key: Array, _: imh.Fit) -> Array:
         messages = trace(seed(guide, key)).get_trace(*args, **kwargs)
         sites = {n for n, m in messages.items() if m["type"] == "sample" and not m["is_observed"]}
-        if sites != set(names):
-            raise UnsupportedModelError(
-                f"ProximalIMH: the guide samples {sorted(sites)}, the model {names}. A guide "
-                "without other sites has a density; use an AutoContinuous guide, or a Distribution."
-            )
+        imh.check_guide(sites, target)
         values = {name: messages[name]["value"] for name in names}
         return target.unconstrain(values, *args, **kwargs)
 

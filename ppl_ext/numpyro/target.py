@@ -30,7 +30,15 @@ from numpyro.infer.gibbs import prototype_trace
 from numpyro.infer.util import constrain_fn, potential_energy, unconstrain_fn
 
 from ppl_ext.errors import UnsupportedModelError
-from ppl_ext.target import Array, Plate, PyTree, Site, Target
+from ppl_ext.target import (
+    Array,
+    Plate,
+    PyTree,
+    Site,
+    Target,
+    model_without_observation,
+    site_without_mean,
+)
 
 # draws of the prior for the scales of what is not normal
 _PRIOR_DRAWS = 1000
@@ -259,20 +267,13 @@ def _observation(model: Callable, z: PyTree, *args: Any, **kwargs: Any) -> tuple
         try:
             mean, covariance = map(jnp.asarray, _mean_and_covariance(distribution))
         except (NotImplementedError, AttributeError) as error:
-            raise UnsupportedModelError(
-                f"Observed site '{name}' ({family(distribution)}) has no mean or variance, from "
-                "which the prediction of an operator could be read. Give the prediction as the "
-                "mean of a Normal or StudentT site, or sample without correction."
-            ) from error
+            raise site_without_mean(name, family(distribution)) from error
         means.append(jnp.broadcast_to(mean, shape).ravel())
         if covariance.ndim != 2 or distribution.batch_shape or len(shape) != 1:
             covariance = jnp.broadcast_to(covariance, shape).ravel()
         covariances.append(covariance)
     if not means:
-        raise UnsupportedModelError(
-            "The model has no observed site, from which the prediction of an operator could be "
-            "read. Write the likelihood as a sample site with `obs=`, not as a factor."
-        )
+        raise model_without_observation()
     return jnp.concatenate(means), _block_diagonal(covariances)
 
 

@@ -118,6 +118,33 @@ def compare(
             )
 
 
+def compare_values(
+    recording: Recording, constants: Sequence[jax.Array], function: Any, points: Sequence[Tensors]
+) -> None:
+    """Raise `MismatchError` unless the outputs agree, at points where PyTorch's are finite."""
+    for point in points:
+        with torch.no_grad():
+            expected = function(point)
+        z = {name: to_jax(value) for name, value in point.items()}
+        found = _evaluate(recording.program, z, tuple(constants))
+        for name, value in expected.items():
+            wanted = value.double().cpu().numpy()
+            if not np.isfinite(wanted).all():
+                continue
+            error = _relative_error([np.asarray(found[name])], [wanted], 1.0)
+            if error > PROGRAM_TOLERANCE[str(np.asarray(found[name]).dtype)]:
+                # a black box has no gradient to compare
+                if not any(o.name == "ppl_ext.black_box" for o in recording.program.operations):
+                    name_difference(recording, point)
+                    if error <= GROSS:
+                        continue
+                raise MismatchError(
+                    f"JAX and PyTorch give another '{name}' of the model (relative difference "
+                    f'{error:.2g}). Evaluate the model in PyTorch (engine="torch"), and report '
+                    "this."
+                )
+
+
 def torch_value_and_grad(potential_fn: Any, point: Tensors) -> tuple[float, dict[str, Any]]:
     """Potential energy and its gradient, in the real sites, by PyTorch."""
     inputs = {name: value.detach().clone() for name, value in point.items()}
@@ -205,6 +232,11 @@ def _operation_error(
         [np.zeros(x.shape) if g is None else g.numpy() for x, g in zip(leaves, grads, strict=True)],
     )
     return error, "gradient"
+
+
+@partial(jax.jit, static_argnums=0)
+def _evaluate(program: Program, z: Mapping[str, jax.Array], constants: tuple) -> Any:
+    return program.evaluate(z, constants)
 
 
 @partial(jax.jit, static_argnums=0)

@@ -13,6 +13,7 @@ import xarray as xr
 from ppl_ext import _arviz, registry
 from ppl_ext.diagnostics.draws import UNCONSTRAINED, score_group
 from ppl_ext.diagnostics.scores import unconstrained_dataset
+from ppl_ext.pyro.kernel import Kernel
 from ppl_ext.target import Site
 
 
@@ -45,6 +46,8 @@ def to_arviz(
     points: Any = None
     if mcmc.kernel.model is not None:
         args, kwargs = mcmc._args, mcmc._kwargs
+        if isinstance(mcmc.kernel, Kernel):
+            kwargs = mcmc.kernel.all_kwargs(kwargs)
         double = any(values.dtype == np.float64 for values in samples.values())
         with jax.enable_x64(double):
             target: Any = registry.target(mcmc.kernel.model, *args, **kwargs)
@@ -100,7 +103,8 @@ def _pyro_statistics(mcmc: Any, leading: tuple[int, ...]) -> dict[str, Any]:
             found["n_steps"] = values
             if type(mcmc.kernel).__name__ == "NUTS":
                 found["tree_depth"] = np.log2(np.maximum(values, 1)).astype(int) + 1
-        elif not isinstance(values, dict):
+        # as ArviZ does for NumPyro's runs
+        elif not isinstance(values, (dict, tuple)):
             found[{"accept_prob": "acceptance_rate"}.get(name, name)] = values
     return found
 

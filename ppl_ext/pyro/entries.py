@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pyro.distributions as dist
 import torch
 
 from ppl_ext.pyro.hmc import HMC, NUTS
+from ppl_ext.pyro.proximal_imh import ProximalIMH
 from ppl_ext.pyro.uld import ULD
 from ppl_ext.registry import Entry, Example
 
@@ -51,6 +53,17 @@ def nuts() -> Entry:
 def hmc() -> Entry:
     """Hamiltonian Monte Carlo."""
     return _entry("HMC", HMC, True, "arXiv 1206.1901")
+
+
+def proximal_imh() -> Entry:
+    """Proximal independent Metropolis-Hastings."""
+    return replace(
+        _entry("ProximalIMH", ProximalIMH, True, "arXiv 2602.21426"),
+        models="continuous sites, full data, an exact and a cheap operator",
+        # the models of the conformance tests have no operator
+        options={"approx": {}},
+        potential_fn=False,
+    )
 
 
 def _entry(name: str, kernel: Any, exact: bool, source: str) -> Entry:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -16,16 +17,40 @@ from pyro.infer.mcmc.mcmc_kernel import MCMCKernel
 from ppl_ext.errors import InitializationError
 from ppl_ext.pyro.potential import (
     ENGINES,
+    CallbackPotential,
     Engine,
     TracedPotential,
     build_potential,
     precision_and_device,
 )
-from ppl_ext.pyro.runner import Algorithm, Chain, Runner, runner
+from ppl_ext.pyro.runner import Algorithm, Chain, Functions, Runner, runner
 from ppl_ext.pyro.target import Posterior
-from ppl_ext.target import Target, potential_target
+from ppl_ext.target import PyTree, Target, potential_target
 
 Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Energy:
+    """A potential energy, and a Gaussian prior or `None`; their data are a pair."""
+
+    potential: TracedPotential | CallbackPotential
+
+    @property
+    def reusable(self) -> bool:
+        return isinstance(self.potential, TracedPotential)
+
+    def target(self, structure: dict[str, tuple[int, ...]]) -> Target:
+        return Target(
+            language="pyro",
+            sites=(),
+            plates=(),
+            structure=structure,
+            potential_energy=lambda z, data: self.potential(z, data[0]),
+            constrain_sites=lambda z, data: z,
+            unconstrain_sites=lambda z, data: z,
+            gaussian_prior=lambda data: data[1],
+        )
 
 
 class Prepared:
@@ -36,7 +61,11 @@ class Prepared:
         self.posterior: Posterior | None = None
         if kernel.model is not None:
             self.posterior = Posterior(
-                kernel.model, args, kwargs, kernel.given_transforms, kernel.init_strategy
+                kernel.model,
+                args,
+                kernel.all_kwargs(kwargs),
+                kernel.given_transforms,
+                kernel.init_strategy,
             )
             kernel.check_target(self.posterior.target())
 
@@ -53,7 +82,7 @@ class Prepared:
                     "`initial_params` is needed with `potential_fn`: pass "
                     "MCMC(..., initial_params=...)."
                 )
-            return self.posterior.initial_params(num_chains)
+            return self.kernel.searched(self.posterior).initial_params(num_chains)
         if self.posterior is not None:
             _check_shapes(given, self.posterior.start)
         return {name: value.detach() for name, value in given.items()}
@@ -70,14 +99,9 @@ class Prepared:
         one = {name: value[0] for name, value in starts.items()} if batched else starts
         if not one:
             raise ValueError("The model has no continuous latent site to sample.")
-        if self.posterior is not None:
-            potential_fn = self.posterior.potential_fn
-        else:
-            assert kernel.potential_fn is not None
-            potential_fn = kernel.potential_fn
+        if self.posterior is None:
             kernel.check_target(_potential_only(one))
-        potential, data = build_potential(potential_fn, one, kernel.engine, kernel.checked)
-        self.double = potential.double
+        functions, self.double, data = kernel.functions(self.posterior, one)
         self.like = one
         with precision_and_device(self.double, self.like):
             dtype = jax.numpy.result_type(float)
@@ -85,11 +109,10 @@ class Prepared:
                 name: jax.numpy.array(x.cpu().numpy(), dtype if x.is_floating_point() else None)
                 for name, x in starts.items()
             }
-            # one that calls PyTorch holds the model and its data: it is not kept
-            make = runner if isinstance(potential, TracedPotential) else Runner
+            make = runner if functions.reusable else Runner
             compiled = make(
                 kernel.algorithm,
-                potential,
+                functions,
                 tuple((name, tuple(x.shape)) for name, x in one.items()),
                 num_warmup,
                 batched,
@@ -98,10 +121,7 @@ class Prepared:
             key = jax.random.key(int(torch.randint(2**31, ())))
             count = next(iter(starts.values())).shape[0] if batched else 1
             keys = jax.random.split(key, count)
-            prior = jax.tree.map(
-                lambda x: jax.numpy.asarray(x, dtype), kernel.gaussian_prior(self.posterior, one)
-            )
-            chain = Chain(compiled, keys if batched else keys[0], z, (data, prior))
+            chain = Chain(compiled, keys if batched else keys[0], z, data)
             _check_start(chain)
         return chain
 
@@ -170,6 +190,35 @@ class Kernel(MCMCKernel):
         """Means and precisions by site of a prior that the algorithm treats apart, or `None`."""
         return None
 
+    def functions(
+        self, posterior: Posterior | None, start: Tensors
+    ) -> tuple[Functions, bool, PyTree]:
+        """What the chains evaluate, whether in double precision, and its data."""
+        potential_fn = self.potential_fn if posterior is None else posterior.potential_fn
+        assert potential_fn is not None
+        potential, constants = build_potential(potential_fn, start, self.engine, self.checked)
+        with precision_and_device(potential.double, start):
+            dtype = jax.numpy.result_type(float)
+            prior = jax.tree.map(
+                lambda x: jax.numpy.asarray(x, dtype), self.gaussian_prior(posterior, start)
+            )
+        return Energy(potential), potential.double, (constants, prior)
+
+    def all_kwargs(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Keyword arguments with which the kernel calls the model."""
+        return kwargs
+
+    def searched(self, posterior: Posterior) -> Posterior:
+        """The posterior in which a start is searched."""
+        return posterior
+
+    def progress(self, fields: dict[str, np.ndarray]) -> dict[str, str]:
+        """What a progress bar shows of the statistics of one draw, or their means over chains."""
+        return {
+            "step size": f"{np.mean(fields['step_size']):.2e}",
+            "acc. prob": f"{np.mean(fields['mean_accept_prob']):.3f}",
+        }
+
     def run_facts(self, state: Any) -> dict[str, Any]:
         """Facts of a run for the attributes of `sample_stats`: numbers, text, flat arrays."""
         return {}
@@ -229,16 +278,11 @@ class Kernel(MCMCKernel):
             self._kept.append(jax.tree.map(lambda v: v[: self._position], self._fields))
 
     def logging(self) -> OrderedDict[str, str]:
-        """Step size and mean acceptance probability, for the progress bar."""
+        """The last draw's statistics, for the progress bar."""
         if not self._position:
             return OrderedDict()
-        i = self._position - 1
-        return OrderedDict(
-            [
-                ("step size", f"{self._fields['step_size'][i]:.2e}"),
-                ("acc. prob", f"{self._fields['mean_accept_prob'][i]:.3f}"),
-            ]
-        )
+        last = jax.tree.map(lambda values: values[self._position - 1], self._fields)
+        return OrderedDict(self.progress(last))
 
     def diagnostics(self) -> dict[str, Any]:
         """Divergent draws, acceptance rate and statistics of all draws after warm-up."""
@@ -284,7 +328,8 @@ def _concatenate(blocks: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
 
 def _check_start(chain: Chain) -> None:
     energy = np.asarray(chain.state.potential_energy)
-    grads = jax.tree.map(lambda g: bool(np.isfinite(np.asarray(g)).all()), chain.state.z_grad)
+    grad = getattr(chain.state, "z_grad", {})
+    grads = jax.tree.map(lambda g: bool(np.isfinite(np.asarray(g)).all()), grad)
     bad = [name for name, ok in grads.items() if not ok]
     if not np.isfinite(energy).all() or bad:
         raise InitializationError(

@@ -89,7 +89,7 @@ class MCMC(pyro.infer.MCMC):
     ) -> None:
         if not isinstance(kernel, Kernel):
             raise TypeError(
-                f"`kernel` must be one of ppl_ext.pyro (NUTS, HMC, ULD), got "
+                f"`kernel` must be one of ppl_ext.pyro (NUTS, HMC, ULD, ProximalIMH), got "
                 f"{type(kernel).__module__}.{type(kernel).__name__}; for others use "
                 "pyro.infer.MCMC."
             )
@@ -197,11 +197,8 @@ class MCMC(pyro.infer.MCMC):
             done += size
             if sampling:
                 blocks.append((draws, fields))
-            last = {
-                "step size": f"{fields['step_size'][-1].mean():.2e}",
-                "acc. prob": f"{fields['mean_accept_prob'][-1].mean():.3f}",
-            }
-            bar.set_postfix(last, refresh=False)
+            last = jax.tree.map(lambda values: values[-1], fields)
+            bar.set_postfix(self.kernel.progress(last), refresh=False)
             bar.update(size * every)
         return blocks
 

@@ -19,8 +19,14 @@ import numpy as np
 import torch
 
 from ppl_ext.errors import TracingError, UnsupportedModelError
-from ppl_ext.pyro.check import compare, random_points, same_program, torch_value_and_grad
-from ppl_ext.pyro.program import Program, record, to_jax
+from ppl_ext.pyro.check import (
+    compare,
+    compare_values,
+    random_points,
+    same_program,
+    torch_value_and_grad,
+)
+from ppl_ext.pyro.program import Program, record, to_jax, to_torch
 from ppl_ext.target import Array, PyTree
 
 Tensors = dict[str, torch.Tensor]
@@ -116,6 +122,67 @@ def build_potential(
     return potential, data
 
 
+@dataclass(frozen=True)
+class TracedFunction:
+    """`function(z, data)` by a recorded program, its outputs by name; no reals but JAX's."""
+
+    program: Program
+
+    def __call__(self, z: Mapping[str, Array], data: Sequence[Array]) -> dict[str, Array]:
+        found = self.program.evaluate(z, data)
+        return {name: value.astype(jnp.result_type(float)) for name, value in found.items()}
+
+
+class CallbackFunction:
+    """`function(z, data)` by a call to PyTorch, without derivatives; `data` is not used."""
+
+    def __init__(self, function: Callable[[Tensors], Tensors], start: Tensors) -> None:
+        self.function, self.start = function, start
+        self.shapes = {name: tuple(value.shape) for name, value in function(start).items()}
+
+    def __call__(self, z: Mapping[str, Array], data: PyTree) -> dict[str, Array]:
+        dtype = jnp.result_type(float)
+
+        def call(z: Mapping[str, Any]) -> dict[str, np.ndarray]:
+            with torch.no_grad():
+                found = self.function(_tensors(z, self.start))
+            return {name: value.cpu().numpy().astype(dtype) for name, value in found.items()}
+
+        shapes = {name: jax.ShapeDtypeStruct(s, dtype) for name, s in self.shapes.items()}
+        inputs = {name: jnp.asarray(z[name]) for name in self.start}
+        return jax.pure_callback(call, shapes, inputs, vmap_method="sequential")
+
+
+def build_function(
+    function: Callable[[Tensors], Tensors], start: Tensors, engine: Engine
+) -> tuple[TracedFunction | CallbackFunction, tuple[Array, ...]]:
+    """A function of the sites besides the potential, and its data, compared with PyTorch.
+
+    Raises
+    ------
+    TracingError
+        With `engine="xla"`, when the function cannot be recorded.
+    MismatchError
+        When JAX and PyTorch disagree.
+    """
+    points = random_points(start, 2)
+    if engine == "torch":
+        return CallbackFunction(function, start), ()
+    try:
+        recording = record(function, points[0])
+        same_program(recording, record(function, points[1]))
+    except TracingError:
+        if engine == "xla":
+            raise
+        return CallbackFunction(function, start), ()
+    traced = TracedFunction(recording.program)
+    double = not recording.program.float_dtypes().isdisjoint({"float64", "complex128"})
+    with precision_and_device(double, start):
+        data = tuple(map(to_jax, recording.constants))
+        compare_values(recording, data, function, points)
+    return traced, data
+
+
 def _callback(
     potential_fn: Callable[[Tensors], torch.Tensor], start: Tensors, point: Tensors
 ) -> CallbackPotential:
@@ -162,11 +229,8 @@ def _torch_function(
     Hessian-vector products, so that forward over reverse mode works.
     """
 
-    def tensors(z: Mapping[str, Any]) -> Tensors:
-        return {n: torch.from_numpy(np.array(z[n])).to(x) for n, x in start.items()}
-
     def host_value_and_grad(z: Mapping[str, Any]) -> Any:
-        value, grad = torch_value_and_grad(potential_fn, tensors(z))
+        value, grad = torch_value_and_grad(potential_fn, _tensors(z, start))
         dtypes = {name: np.asarray(x).dtype for name, x in z.items()}
         if not np.isfinite(value) and not grad:
             grad = {name: np.full(np.shape(x), np.nan) for name, x in z.items()}
@@ -174,9 +238,9 @@ def _torch_function(
         return np.asarray(value, dtype), {n: np.asarray(grad[n], dtypes[n]) for n in dtypes}
 
     def host_hessian_product(z: Mapping[str, Any], tangent: Mapping[str, Any]) -> Any:
-        inputs = {name: x.requires_grad_() for name, x in tensors(z).items()}
+        inputs = {name: x.requires_grad_() for name, x in _tensors(z, start).items()}
         leaves = list(inputs.values())
-        directions = list(tensors(tangent).values())
+        directions = list(_tensors(tangent, start).values())
         try:
             grads = torch.autograd.grad(
                 potential_fn(inputs), leaves, create_graph=True, allow_unused=True
@@ -222,6 +286,10 @@ def _torch_function(
         return value, _inner(grad, t)
 
     return potential
+
+
+def _tensors(z: Mapping[str, Any], like: Tensors) -> Tensors:
+    return {name: to_torch(z[name], x) for name, x in like.items()}
 
 
 def _inner(a: dict[str, Array], b: dict[str, Array]) -> Array:

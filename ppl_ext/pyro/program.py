@@ -27,7 +27,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ppl_ext.errors import TracingError
+from ppl_ext.errors import TracingError, UnsupportedModelError
 from ppl_ext.pyro.operations import OPERATIONS, Result
 
 aten = torch.ops.aten
@@ -248,7 +248,7 @@ def _record(function: Callable, inputs: Mapping[str, torch.Tensor], in_place: bo
             f"The model writes into a tensor at {_line_of(error)} that shares its memory with "
             "others. Clone the tensor first, or build the result by torch.where or torch.stack."
         ) from error
-    except TracingError:
+    except (TracingError, UnsupportedModelError):
         raise
     except Exception as error:
         raise TracingError(

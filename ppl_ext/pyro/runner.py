@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ppl_ext.target import Array, PyTree, Target
+from ppl_ext.target import Array, PyTree
 
 # size of the buffers of one block, and the time a block should take: short enough for a smooth
 # progress bar, and for little waste when the driver needs fewer draws than a block has
@@ -39,8 +39,21 @@ class Algorithm(Protocol):
 
     def __hash__(self) -> int: ...
 
-    def transition(self, target: Target, num_warmup: int) -> Transition:
-        """The algorithm on a target whose callables take `(z, data)`."""
+    def transition(self, target: Any, num_warmup: int) -> Transition:
+        """The algorithm on what `Functions.target` gives."""
+
+
+class Functions(Protocol):
+    """What a run evaluates: hashable, equal when they compute the same from their data."""
+
+    def __hash__(self) -> int: ...
+
+    @property
+    def reusable(self) -> bool:
+        """Whether compiled chains may be kept for equal functions; else they hold a model."""
+
+    def target(self, structure: dict[str, tuple[int, ...]]) -> Any:
+        """What `Algorithm.transition` is given: callables take the data as last argument."""
 
 
 class Runner:
@@ -49,23 +62,13 @@ class Runner:
     def __init__(
         self,
         algorithm: Algorithm,
-        potential: Callable[[PyTree, PyTree], Array],
+        functions: Functions,
         structure: tuple[tuple[str, tuple[int, ...]], ...],
         num_warmup: int,
         batched: bool,
         extra_fields: tuple[str, ...],
     ) -> None:
-        target = Target(
-            language="pyro",
-            sites=(),
-            plates=(),
-            structure=dict(structure),
-            # `data` are the constants of the potential, and the Gaussian prior or `None`
-            potential_energy=lambda z, data: potential(z, data[0]),
-            constrain_sites=_itself,
-            unconstrain_sites=_itself,
-            gaussian_prior=lambda data: data[1],
-        )
+        target = functions.target(dict(structure))
         init, step, fields = algorithm.transition(target, num_warmup)
 
         def collect(state: Any) -> dict[str, Any]:
@@ -148,7 +151,3 @@ def _attribute(state: Any, path: str) -> Any:
     for name in path.split("."):
         state = state[name] if isinstance(state, Mapping) else getattr(state, name)
     return state
-
-
-def _itself(z: Any, *_: Any) -> Any:
-    return z

@@ -16,7 +16,15 @@ import jax
 import numpy as np
 import torch
 from pyro import poutine
-from pyro.distributions import MaskedDistribution, Normal, Unit
+from pyro.distributions import (
+    Cauchy,
+    MaskedDistribution,
+    MixtureSameFamily,
+    MultivariateNormal,
+    Normal,
+    StudentT,
+    Unit,
+)
 from pyro.distributions.torch_distribution import ExpandedDistribution
 from pyro.infer.autoguide.initialization import InitMessenger, init_to_uniform
 from pyro.infer.mcmc.util import initialize_model
@@ -26,9 +34,19 @@ from torch.utils._pytree import tree_leaves
 
 from ppl_ext.errors import InitializationError, UnsupportedModelError
 from ppl_ext.pyro.program import Program, Recording, record, to_jax
-from ppl_ext.target import Array, Plate, Site, Target
+from ppl_ext.target import (
+    Array,
+    Plate,
+    Site,
+    Target,
+    model_without_observation,
+    site_without_mean,
+)
 
 Tensors = dict[str, torch.Tensor]
+
+# draws of the prior for the scales of what is not normal
+_PRIOR_DRAWS = 1000
 
 
 @dataclass(frozen=True)
@@ -339,6 +357,79 @@ class Posterior:
             means[name], precisions[name] = mean.cpu().numpy(), precision.cpu().numpy()
         return means, precisions
 
+    def observation(self, z: Tensors) -> Tensors:
+        """Mean and noise covariance of all observed numbers, as `Target.observation` has them."""
+        trace = self._conditioned({name: t.inv(z[name]) for name, t in self.transforms.items()})
+        means, covariances = [], []
+        for site in self.sites:
+            if site.kind != "observed":
+                continue
+            distribution = trace.nodes[site.name]["fn"]
+            try:
+                mean, covariance = _mean_and_covariance(distribution)
+            except (NotImplementedError, AttributeError) as error:
+                raise site_without_mean(site.name, site.distribution) from error
+            means.append(mean.expand(site.shape).reshape(-1))
+            if covariance.ndim != 2 or distribution.batch_shape or len(site.shape) != 1:
+                covariance = covariance.expand(site.shape).reshape(-1)
+            covariances.append(covariance)
+        if not means:
+            raise model_without_observation()
+        return {"mean": torch.cat(means), "covariance": _block_diagonal(covariances)}
+
+    def log_prior(self, z: Tensors) -> Tensors:
+        """Log density of `z` under the prior alone, with the Jacobian and without factors."""
+        values = {name: t.inv(z[name]) for name, t in self.transforms.items()}
+        trace = self._conditioned(values)
+        trace.compute_log_prob(site_filter=lambda name, _: name in self.transforms)
+        total = torch.zeros(())
+        for name, t in self.transforms.items():
+            jacobian = t.log_abs_det_jacobian(values[name], z[name]).sum()
+            total = total + trace.nodes[name]["log_prob_sum"] - jacobian
+        return {"log_prior": total}
+
+    def prior_draw(self) -> Tensors:
+        """Unconstrained draw from the prior; of an improper one, uniform on (-2, 2)."""
+
+        def draw(site: Mapping[str, Any]) -> torch.Tensor:
+            improper = _family(site["fn"]) == "ImproperUniform"
+            return init_to_uniform(site) if improper else site["fn"].sample()
+
+        with poutine.block(), torch.no_grad():
+            trace = poutine.trace(InitMessenger(draw)(self.model)).get_trace(
+                *self.args, **self.kwargs
+            )
+        return {name: t(trace.nodes[name]["value"]) for name, t in self.transforms.items()}
+
+    def prior_covariance(self) -> np.ndarray:
+        """Covariance of the flat `z` under the prior, as `Target.prior_covariance` has it.
+
+        Parameters of priors are constant when they come out the same at two points.
+        """
+        points = (self.start, {name: z + 0.3 for name, z in self.start.items()})
+        with torch.no_grad():
+            here, there = (
+                self._conditioned({name: t.inv(z[name]) for name, t in self.transforms.items()})
+                for z in points
+            )
+        blocks: dict[str, torch.Tensor] = {}
+        for name, z in self.start.items():
+            exact = _normal_covariance(here.nodes[name]["fn"], z.shape)
+            again = _normal_covariance(there.nodes[name]["fn"], z.shape)
+            unknown = torch.full((z.numel(),), torch.nan, dtype=z.dtype)
+            blocks[name] = (
+                unknown if exact is None else torch.where(exact == again, exact, torch.nan)
+            )
+        if any(block.isnan().any() for block in blocks.values()):
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                draws = [self.prior_draw() for _ in range(_PRIOR_DRAWS)]
+            for name, block in blocks.items():
+                spread = torch.stack([draw[name].reshape(-1) for draw in draws]).var(0)
+                other = spread if block.ndim == 1 else spread.diag()
+                blocks[name] = torch.where(block.isnan(), other, block)
+        return _block_diagonal([blocks[name] for name in sorted(blocks)]).cpu().numpy()
+
     def _conditioned(self, values: Tensors) -> Any:
         model = poutine.condition(self.model, values)
         with poutine.block():
@@ -412,6 +503,53 @@ def _unwrapped(distribution: Any) -> Any:
     while isinstance(distribution, (torch.distributions.Independent, ExpandedDistribution)):
         distribution = distribution.base_dist
     return distribution
+
+
+def _mean_and_covariance(distribution: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    base = _unwrapped(distribution)
+    while isinstance(base, MaskedDistribution):
+        base = _unwrapped(base.base_dist)
+    if isinstance(base, MultivariateNormal) and not distribution.batch_shape:
+        return base.mean, base.covariance_matrix
+    # of the location: the inverse Fisher information
+    if isinstance(base, StudentT):
+        return base.loc, base.scale**2 * (base.df + 3) / (base.df + 1)
+    if isinstance(base, Cauchy):
+        return base.loc, 2 * base.scale**2
+    return distribution.mean, distribution.variance
+
+
+def _normal_covariance(distribution: Any, shape: torch.Size) -> torch.Tensor | None:
+    """Covariance of a normal distribution; of a mixture of them, that within the components."""
+    base = _unwrapped(distribution)
+    batched = bool(distribution.batch_shape)
+    if isinstance(base, MixtureSameFamily):
+        parts = _unwrapped(base.component_distribution)
+        weights = base.mixture_distribution.probs
+        if isinstance(parts, MultivariateNormal) and not batched:
+            return torch.einsum("k,kij->ij", weights, parts.covariance_matrix)
+        if isinstance(parts, Normal):
+            events = len(base.event_shape)
+            weights = weights.reshape(*weights.shape, *(1,) * events)
+            variance = (weights * base.component_distribution.variance).sum(-1 - events)
+            return variance.expand(shape).reshape(-1)
+        return None
+    if isinstance(base, MultivariateNormal):
+        if not batched:
+            return base.covariance_matrix
+        width = shape[-1]
+        every = base.covariance_matrix.expand(*shape, width).reshape(-1, width, width)
+        return torch.block_diag(*every)
+    if isinstance(base, Normal):
+        return base.variance.expand(shape).reshape(-1)
+    return None
+
+
+def _block_diagonal(blocks: list[torch.Tensor]) -> torch.Tensor:
+    """The vectors joined, or the matrix, if any block is one."""
+    if all(block.ndim == 1 for block in blocks):
+        return torch.cat(blocks)
+    return torch.block_diag(*(b.diag() if b.ndim == 1 else b for b in blocks))
 
 
 def _innermost(support: Any) -> Any:
