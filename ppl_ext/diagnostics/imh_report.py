@@ -168,13 +168,14 @@ def imh_report(mcmc: Any) -> IMHReport:
     >>> bool(abs(report.importance_estimates()["mean"] - report.comparison["mean"]).max() < 0.1)
     True
     """
-    kernel = mcmc.sampler if hasattr(mcmc, "sampler") else getattr(mcmc, "kernel", None)
+    numpyro = not hasattr(mcmc, "kernel")
+    kernel: Any = getattr(mcmc, "sampler", None) if numpyro else mcmc.kernel
     if not hasattr(getattr(kernel, "settings", None), "correction"):
         raise TypeError(
             "imh_report takes a run of ppl_ext.numpyro.ProximalIMH or ppl_ext.pyro.ProximalIMH, "
             f"got one of {type(kernel).__name__}."
         )
-    fields, facts = _numpyro_run(mcmc) if hasattr(mcmc, "sampler") else _pyro_run(mcmc)
+    fields, facts = _numpyro_run(mcmc) if numpyro else _pyro_run(mcmc)
     candidate = fields["candidate"]
     kwargs = kernel.all_kwargs(mcmc._kwargs)
     target = registry.target(kernel.model, *mcmc._args, **kwargs)
@@ -192,12 +193,18 @@ def imh_report(mcmc: Any) -> IMHReport:
     weight = np.exp(log_weight - np.max(log_weight))
     count = weight.size
     samples = mcmc.get_samples(group_by_chain=True)
-    draws = _numbers({name: flat(samples[name]) for name in names})
+    # Pyro's are tensors, perhaps on a GPU
+    host = lambda x: x if numpyro else x.cpu().numpy()  # noqa: E731
+    draws = _numbers({name: flat(host(samples[name])) for name in names})
     num_chains = np.shape(fields["log_weight"])[0]
     stacked = np.stack(list(draws.values()), -1).reshape(num_chains, -1, len(draws))
     ess = float(_arviz.ess(xr.DataArray(stacked, dims=("chain", "draw", "number"))).min())
     num_solves = int(flat(candidate.num_solves).sum()) + int(np.sum(facts["imh_fit_solves"]))
-    before = _numbers(constrain(flat(candidate.base)))
+    # Pyro's models may be in another precision than JAX
+    double = flat(candidate.base).dtype == np.float64
+    with jax.enable_x64(bool(double)):
+        before = _numbers(constrain(flat(candidate.base)))
+        proposed = _numbers(constrain(flat(candidate.z)))
     approx = _weighted(before, wide(candidate.approx_log_weight))
     comparison = pd.DataFrame(
         {
@@ -224,7 +231,7 @@ def imh_report(mcmc: Any) -> IMHReport:
         log_evidence=float(logsumexp(log_weight) - np.log(count)),
         log_evidence_error=float(weight.std() / weight.mean() / np.sqrt(count)),
         comparison=comparison,
-        _sites=_numbers(constrain(flat(candidate.z))),
+        _sites=proposed,
         _log_weight=log_weight,
     )
     for text in report.warnings:

@@ -29,7 +29,8 @@ from pyro.distributions.torch_distribution import ExpandedDistribution
 from pyro.infer.autoguide.initialization import InitMessenger, init_to_uniform
 from pyro.infer.mcmc.util import initialize_model
 from pyro.poutine.subsample_messenger import _Subsample
-from torch.distributions import biject_to
+from torch.distributions import biject_to, transform_to
+from torch.distributions.constraints import MixtureSameFamilyConstraint
 from torch.utils._pytree import tree_leaves
 
 from ppl_ext.errors import InitializationError, UnsupportedModelError
@@ -47,6 +48,13 @@ Tensors = dict[str, torch.Tensor]
 
 # draws of the prior for the scales of what is not normal
 _PRIOR_DRAWS = 1000
+
+
+@biject_to.register(MixtureSameFamilyConstraint)
+@transform_to.register(MixtureSameFamilyConstraint)
+def _of_the_components(support: Any) -> Any:
+    """PyTorch knows no map for the support of a mixture, which is that of its components."""
+    return biject_to(support.base_constraint)
 
 
 @dataclass(frozen=True)
