@@ -68,6 +68,7 @@ def test_a_transition_keeps_structure_and_dtype_of_the_state(entry, wide):
             assert {value.dtype for value in values.values()} == {expected}
 
 
+@pytest.mark.adaptor
 def test_run_goes_on_after_warmup_without_another_start(entry):
     kernel = entry.kernel(location, **entry.options)
     starts = count_calls(kernel, "init")
@@ -80,6 +81,7 @@ def test_run_goes_on_after_warmup_without_another_start(entry):
     assert (mcmc.last_state.i == 60).all()
 
 
+@pytest.mark.adaptor
 def test_equal_keys_give_equal_draws_and_chains_differ(entry):
     draws = []
     for seed in (0, 0, 1):
@@ -115,6 +117,7 @@ def test_a_pickled_run_goes_on_like_the_original(entry):
     np.testing.assert_array_equal(draws[1], draws[3])
 
 
+@pytest.mark.adaptor
 def test_progress_bars_of_parallel_chains_change_no_draw(entry, progress_bar_possible, capsys):
     draws = []
     for shown in (True, False):
@@ -126,6 +129,7 @@ def test_progress_bars_of_parallel_chains_change_no_draw(entry, progress_bar_pos
     np.testing.assert_allclose(*draws, rtol=2e-4)
 
 
+@pytest.mark.adaptor
 def test_fields_can_be_added_and_left_out(entry):
     mcmc = make(entry.kernel(location, **entry.options))
     mcmc.run(jax.random.key(0), Y, extra_fields=("~z.mu", "i"))

@@ -97,6 +97,7 @@ def test_sequential_and_vectorized_draws_agree_for_equal_keys(entry, x64):
     assert not np.allclose(draws[0][0], draws[0][1])
 
 
+@pytest.mark.adaptor
 def test_progress_bar_changes_no_draw(entry, progress_bar_possible, capsys):
     draws = []
     for shown in (True, False):
@@ -106,6 +107,7 @@ def test_progress_bar_changes_no_draw(entry, progress_bar_possible, capsys):
     np.testing.assert_allclose(*draws, rtol=2e-4)
 
 
+@pytest.mark.adaptor
 def test_thinning_keeps_every_kth_draw(entry):
     mcmc = make(entry, location, 2, thinning=2)
     mcmc.run(jax.random.key(0), Y, extra_fields=("potential_energy",))
@@ -158,6 +160,7 @@ def test_a_resumed_run_uses_the_new_data(entry):
     np.testing.assert_allclose(mcmc.get_extra_fields()["potential_energy"], expected, rtol=1e-4)
 
 
+@pytest.mark.adaptor
 def test_a_resumed_run_refuses_latent_sites_of_another_shape(entry):
     def model(y):
         with numpyro.plate("datum", y.shape[0]):
@@ -170,6 +173,7 @@ def test_a_resumed_run_refuses_latent_sites_of_another_shape(entry):
         mcmc.run(jax.random.key(1), Y[:10])
 
 
+@pytest.mark.adaptor
 def test_pickles_go_on_in_a_new_process(entry, tmp_path):
     pickle.loads(pickle.dumps(entry.kernel(location, **entry.options)))
     example = textwrap.dedent(
@@ -222,6 +226,7 @@ def test_no_draw_lies_where_the_density_is_nan_or_zero(entry, outside):
     assert mcmc.get_extra_fields()["diverging"].any()
 
 
+@pytest.mark.adaptor
 def test_value_dependent_and_improper_supports(entry):
     def model():
         a = numpyro.sample("a", dist.Uniform(0, 1))
@@ -317,6 +322,7 @@ def test_a_model_that_cannot_start_names_the_site(entry):
         make(entry, model).run(jax.random.key(0), jnp.array(-1.0))
 
 
+@pytest.mark.adaptor
 def test_keyword_arguments_reach_the_model(entry):
     mcmc = make(entry, location, 2, num_warmup=200, num_samples=500)
     mcmc.run(jax.random.key(0), Y, scale=4.0)

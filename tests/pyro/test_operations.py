@@ -11,6 +11,7 @@ pytest.importorskip("pyro")
 import torch.nn.functional as F
 
 from ppl_ext.errors import TracingError
+from ppl_ext.pyro import BlackBox
 from ppl_ext.pyro.operations import OPERATIONS
 from ppl_ext.pyro.program import record, to_jax
 
@@ -583,6 +584,10 @@ def test_gradients_do_not_flow_through_no_grad():
         return x * y
 
     check(function, numbers(3))
+
+
+def test_black_boxes():
+    check(BlackBox(np.cumsum, shape=(3,)), numbers(3), gradient=False)
 
 
 def test_all_unknown_operations_are_named_at_once():
