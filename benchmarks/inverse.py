@@ -4,7 +4,8 @@
     python benchmarks/inverse.py solves       effective draws per exact solve, against peers
     python benchmarks/inverse.py picture      1,024 unknowns in the plane; writes docs/inverse.png
 
-Without an argument: all of them. The picture needs the extra `plots`.
+Without an argument: all of them. `--quick`: a tenth of the draws, the elliptic problem only, no
+picture. The picture needs the extra `plots`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ CASES = json.loads((HERE / "data" / "inverse_problems.json").read_text())["cases
 # --- acceptance --------------------------------------------------------------------------------
 
 
-def acceptance() -> None:
+def acceptance(quick: bool) -> None:
     """Share accepted by the operator's error: 64 unknowns, 20 data, 2 % noise."""
     rng = np.random.default_rng(55)
     n, h = 64, 1 / 65
@@ -66,7 +67,7 @@ def acceptance() -> None:
             mcmc = MCMC(
                 kernel,
                 num_warmup=100,
-                num_samples=20_000,
+                num_samples=2_000 if quick else 20_000,
                 progress_bar=False,
             )
             mcmc.run(jax.random.key(0), y)
@@ -142,9 +143,12 @@ def inverse_model(operator: Callable, prior_sd: np.ndarray, noise_sd: float) -> 
     return model
 
 
-def solves() -> None:
+def solves(quick: bool) -> None:
     """Least effective sample size per exact solve; forward, JVP and VJP count as one each."""
     for name, (model, cheap, y, mean, sd) in problems().items():
+        if quick and name != "elliptic":
+            continue
+        count = 250 if quick else 2500
         at = jax.vmap(inverse_operator(model, y))(
             mean + sd * np.random.default_rng(0).normal(size=(50, len(mean)))
         )
@@ -155,7 +159,7 @@ def solves() -> None:
         rows: dict[str, dict] = {}
         for correction in ("affine", "gn", None):
             kernel = ProximalIMH(model, approx={"forward": cheap}, correction=correction)
-            draws, mcmc = draws_of(kernel, y, 0)
+            draws, mcmc = draws_of(kernel, y, 0, count)
             report = imh_report(mcmc)
             label = "Approx-IMH" if correction is None else f"ProximalIMH {correction}"
             rows[label] = row(draws, report.num_solves, mean, sd, report.accept_prob)
@@ -163,12 +167,12 @@ def solves() -> None:
             ("NUTS", NUTS(model)),
             ("MALA", HMC(model, num_steps=1, trajectory_length=None, target_accept_prob=0.574)),
         ):
-            draws, mcmc = draws_of(kernel, y, 1000, ("num_steps", "accept_prob"))
+            draws, mcmc = draws_of(kernel, y, 1000, count, ("num_steps", "accept_prob"))
             fields = mcmc.get_extra_fields()
-            count = 2 * int(fields["num_steps"].sum())
-            rows[label] = row(draws, count, mean, sd, float(fields["accept_prob"].mean()))
-        draws, accepted, count = delayed_acceptance(model, cheap, y)
-        rows["delayed acceptance"] = row(draws, count, mean, sd, accepted)
+            spent = 2 * int(fields["num_steps"].sum())
+            rows[label] = row(draws, spent, mean, sd, float(fields["accept_prob"].mean()))
+        draws, accepted, spent = delayed_acceptance(model, cheap, y, 8 * count)
+        rows["delayed acceptance"] = row(draws, spent, mean, sd, accepted)
         table = pd.DataFrame(rows).T
         table["to NUTS"] = table["ESS per solve"] / table.loc["NUTS", "ESS per solve"]
         print(f"\n{name}: relative error of the operator {error:.2%}")
@@ -180,11 +184,13 @@ def inverse_operator(model: Callable, y: Any) -> Callable:
     return lambda x: imh.prediction(bound, x)
 
 
-def draws_of(kernel: Any, y: Any, num_warmup: int, fields: tuple = ()) -> tuple[np.ndarray, MCMC]:
+def draws_of(
+    kernel: Any, y: Any, num_warmup: int, num_samples: int, fields: tuple = ()
+) -> tuple[np.ndarray, MCMC]:
     mcmc = MCMC(
         kernel,
         num_warmup=num_warmup,
-        num_samples=2500,
+        num_samples=num_samples,
         num_chains=4,
         chain_method="vectorized",
         progress_bar=False,
@@ -208,7 +214,7 @@ def row(draws: np.ndarray, count: int, mean: Any, sd: Any, accepted: float) -> d
 
 
 def delayed_acceptance(
-    model: Callable, cheap: Callable, y: Any, num_samples: int = 20_000, chains: int = 4
+    model: Callable, cheap: Callable, y: Any, num_samples: int, chains: int = 4
 ) -> tuple[np.ndarray, float, int]:
     """Random walk, screened by the cheap posterior (Christen & Fox 2005, algorithm 1)."""
     found = target(model, y)
@@ -244,8 +250,10 @@ def delayed_acceptance(
 # --- a picture ---------------------------------------------------------------------------------
 
 
-def picture() -> None:
+def picture(quick: bool) -> None:
     """Deblurring: the cheap blur is isotropic, the exact one turns and widens over the plane."""
+    if quick:
+        return
     import matplotlib.pyplot as plt
 
     side, noise = 32, 0.01
@@ -345,7 +353,8 @@ if __name__ == "__main__":
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("part", nargs="?", choices=parts)
-    chosen = parser.parse_args().part
+    parser.add_argument("--quick", action="store_true", help="a tenth of the draws, no picture")
+    arguments = parser.parse_args()
     for name, part in parts.items():
-        if chosen in (None, name):
-            part()
+        if arguments.part in (None, name):
+            part(arguments.quick)
