@@ -177,14 +177,13 @@ def imh_report(mcmc: Any) -> IMHReport:
         )
     fields, facts = _numpyro_run(mcmc) if numpyro else _pyro_run(mcmc)
     candidate = fields["candidate"]
-    kwargs = kernel.all_kwargs(mcmc._kwargs)
-    target = registry.target(kernel.model, *mcmc._args, **kwargs)
+    target = registry.target(kernel.model, *mcmc._args, **mcmc._kwargs)
     names = [site.name for site in target.latent]
 
     @jax.jit  # so that the operator, on which no latent site depends, is not run
     @jax.vmap
     def constrain(z: jax.Array) -> dict[str, jax.Array]:
-        values = target.constrain(z, *mcmc._args, **kwargs)
+        values = target.constrain(z, *mcmc._args, **mcmc._kwargs)
         return {name: values[name] for name in names}
 
     flat = lambda x: np.asarray(x).reshape(-1, *np.shape(x)[2:])  # noqa: E731

@@ -66,10 +66,6 @@ MAX_NEWTON, MAX_MINIMISE = 20, 100
 # Gauss-Newton steps from the cheap model's mode to the point where A is linearised
 REFERENCE_STEPS = 2
 
-# the largest number of coordinates for which `correction="auto"` takes `gn`: its determinant
-# needs as many derivatives of the exact operator, for every proposal
-MAX_GAUSS_NEWTON = 100
-
 # least number of transitions that adapt a kernel on the cheap posterior, before the run
 INNER_WARMUP = 300
 
@@ -953,18 +949,26 @@ def check_guide(sites: set[str], target: Target) -> None:
 
 
 def chosen_correction(
-    correction: Correction | Literal["auto"] | None,
-    problem: Problem,
-    start: Array,
-    cheap_is_exact: bool,
+    correction: Correction | Literal["auto"] | None, cheap_is_exact: bool
 ) -> Correction | None:
-    """What `correction="auto"` is for these operators."""
+    """What `correction="auto"` is.
+
+    `affine`, whose proposals cost one solve: the derivatives that `gn` takes for its determinant
+    and its inverse cost more solves than its better proposals save.
+    """
     if correction != "auto":
         return correction
-    if cheap_is_exact:
-        return None
-    few = start.size <= MAX_GAUSS_NEWTON
-    return "gn" if few and differentiable(partial(prediction, problem.exact), start) else "affine"
+    return None if cheap_is_exact else "affine"
+
+
+def check_cheap(target: Target) -> None:
+    """Raise `UnsupportedModelError` unless the cheap model, with its data, has derivatives."""
+    if not differentiable(partial(_potential, target), jnp.zeros(target.size)):
+        raise UnsupportedModelError(
+            "ProximalIMH: the cheap model (`approx`) calls a function that has no derivative in "
+            "JAX, such as a BlackBox. Its derivatives are needed for the start and to invert the "
+            "map; give a cheap operator written in JAX."
+        )
 
 
 def facts(state: State, settings: Settings) -> dict[str, Any]:

@@ -92,7 +92,7 @@ class Kernel(MCMCKernel):
         model_args: tuple,
         model_kwargs: dict[str, Any] | None,
     ) -> Any:
-        model_kwargs = self.all_kwargs(model_kwargs)
+        model_kwargs = model_kwargs or {}
         self._num_warmup = num_warmup
         batched = not is_prng_key(rng_key)
         if self._model is None:
@@ -120,10 +120,6 @@ class Kernel(MCMCKernel):
         # MCMC calls `init` again before every run unless it finds this attribute set
         self._sample_fn = self._sample
         return state
-
-    def all_kwargs(self, model_kwargs: dict[str, Any] | None) -> dict[str, Any]:
-        """Keyword arguments with which the kernel calls the model."""
-        return model_kwargs or {}
 
     def _bind(self, target: Target, model_args: tuple, model_kwargs: dict[str, Any]) -> Any:
         """What `_init`, `_step` and `_refresh` are given: the target with its data."""
@@ -183,7 +179,7 @@ class Kernel(MCMCKernel):
         model_args: tuple,
         model_kwargs: dict[str, Any] | None,
     ) -> Any:
-        model_kwargs = self.all_kwargs(model_kwargs)
+        model_kwargs = model_kwargs or {}
         target = self._current_target(state, model_args, model_kwargs)
         bound = self._bind(target, model_args, model_kwargs)
         one = lambda state: function(state, bound)  # noqa: E731
@@ -214,7 +210,7 @@ class Kernel(MCMCKernel):
     def postprocess_fn(self, model_args: tuple, model_kwargs: dict[str, Any] | None) -> Any:
         if self._target is None:
             return identity
-        return self._target.bind(*model_args, **self.all_kwargs(model_kwargs)).constrain_sites
+        return self._target.bind(*model_args, **(model_kwargs or {})).constrain_sites
 
     # --- what `to_arviz` calls -----------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -63,7 +64,7 @@ class ProximalIMH(Kernel):
         the exact operator. `"frozen"`: one step with a fixed gain. `"argmin"`: the converged
         minimiser. `"latent"`: `steps` Newton steps towards the cheap operator's latent state, which
         is the deterministic site with as many numbers as there are unknowns. `None`: no map.
-        `"auto"`: `"gn"` up to 100 coordinates, else `"affine"`; `None` where `approx` is empty.
+        `"auto"`: `"affine"`; `None` where `approx` is empty.
         `settings` says which after the start.
     beta : float
         Weight of staying near the draw; 1 cancels the operator's error to first order.
@@ -141,7 +142,6 @@ class ProximalIMH(Kernel):
     )
 
     _approx: dict[str, Any]
-    _exact: dict[str, Any]
     _proposal: Any
     _correction: imh.Correction | Literal["auto"] | None
     _local_kernel: MCMCKernel | None
@@ -165,9 +165,10 @@ class ProximalIMH(Kernel):
         batch_size: int = 256,
         init_strategy: Callable[..., Any] = init_to_uniform,
     ) -> None:
-        super().__init__(model, init_strategy=init_strategy)
         self._approx = imh.checked_operators("approx", approx)
-        self._exact = {} if exact is None else imh.checked_operators("exact", exact)
+        # the model of the kernel, of ArviZ and of Gibbs is the exact one
+        whole = partial(model, **imh.checked_operators("exact", exact)) if exact else model
+        super().__init__(whole, init_strategy=init_strategy)
         for name, kernel in (("proposal", proposal), ("local_kernel", local_kernel)):
             if isinstance(kernel, MCMCKernel) or (name == "local_kernel" and kernel is not None):
                 _check_reversible(name, kernel, model)
@@ -195,9 +196,6 @@ class ProximalIMH(Kernel):
 
     def _check_target(self, target: Target) -> None:
         target.check_continuous("ProximalIMH")
-
-    def all_kwargs(self, model_kwargs: dict[str, Any] | None) -> dict[str, Any]:
-        return {**(model_kwargs or {}), **self._exact}
 
     def _bind(self, target: Target, model_args: tuple, model_kwargs: dict[str, Any]) -> _Bound:
         cheap = {**model_kwargs, **self._approx}
@@ -275,6 +273,8 @@ class ProximalIMH(Kernel):
     ) -> PyTree:
         # the search for a start needs gradients, which the exact operator may not have
         cheap = {**model_kwargs, **self._approx}
+        assert self._target is not None
+        imh.check_cheap(self._target.bind(*model_args, **cheap))
         return super()._start(rng_key, init_params, batched, model_args, cheap)
 
     def _init_chains(self, rng_key: Array, z: PyTree, bound: _Bound, batched: bool) -> Any:
@@ -282,7 +282,7 @@ class ProximalIMH(Kernel):
         self._check_problem(problem)
         one = jax.tree.map(lambda leaf: leaf[0], z) if batched else z
         start = problem.exact.ravel(one)
-        settings = self._chosen(start, bound)
+        settings = self._chosen(bound)
         # once for all chains
         fit = imh.find_fit(start, problem, settings)
         chain = lambda key, z: imh.init(key, z, problem, settings, fit)  # noqa: E731
@@ -301,11 +301,9 @@ class ProximalIMH(Kernel):
                 f"`approx`. Both models must have the same unknowns."
             )
 
-    def _chosen(self, start: Array, bound: _Bound) -> imh.Settings:
-        """The settings with the correction that the operators allow."""
-        correction = imh.chosen_correction(
-            self._correction, bound.problem, start, cheap_is_exact=not self._approx
-        )
+    def _chosen(self, bound: _Bound) -> imh.Settings:
+        """The settings with the correction."""
+        correction = imh.chosen_correction(self._correction, cheap_is_exact=not self._approx)
         site = imh.latent_site(bound.problem.exact) if correction == "latent" else None
         self._settings = replace(self._settings, correction=correction, latent_site=site)
         return replace(bound.settings, correction=correction, latent_site=site)

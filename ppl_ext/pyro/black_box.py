@@ -75,6 +75,14 @@ def _black_box(x: torch.Tensor, number: int, shape: list[int]) -> torch.Tensor:
     return torch.from_numpy(np.array(value)).to(x.device, dtype)
 
 
+@_black_box.register_autograd
+def _no_derivative(context: Any, gradient: torch.Tensor) -> Any:
+    raise RuntimeError(
+        "A BlackBox has no derivative. Use it as the exact operator of ProximalIMH only; the cheap "
+        "one must be written in PyTorch."
+    )
+
+
 def _operation(out: Result, x: Any, number: int, shape: list[int]) -> Any:
     return _known[number](x)
 

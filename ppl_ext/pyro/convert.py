@@ -13,7 +13,6 @@ import xarray as xr
 from ppl_ext import _arviz, registry
 from ppl_ext.diagnostics.draws import UNCONSTRAINED, score_group
 from ppl_ext.diagnostics.scores import unconstrained_dataset
-from ppl_ext.pyro.kernel import Kernel
 from ppl_ext.target import Site
 
 
@@ -46,8 +45,6 @@ def to_arviz(
     points: Any = None
     if mcmc.kernel.model is not None:
         args, kwargs = mcmc._args, mcmc._kwargs
-        if isinstance(mcmc.kernel, Kernel):
-            kwargs = mcmc.kernel.all_kwargs(kwargs)
         double = any(values.dtype == np.float64 for values in samples.values())
         with jax.enable_x64(double):
             target: Any = registry.target(mcmc.kernel.model, *args, **kwargs)

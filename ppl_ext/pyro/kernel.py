@@ -63,7 +63,7 @@ class Prepared:
             self.posterior = Posterior(
                 kernel.model,
                 args,
-                kernel.all_kwargs(kwargs),
+                kwargs,
                 kernel.given_transforms,
                 kernel.init_strategy,
             )
@@ -203,10 +203,6 @@ class Kernel(MCMCKernel):
                 lambda x: jax.numpy.asarray(x, dtype), self.gaussian_prior(posterior, start)
             )
         return Energy(potential), potential.double, (constants, prior)
-
-    def all_kwargs(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Keyword arguments with which the kernel calls the model."""
-        return kwargs
 
     def searched(self, posterior: Posterior) -> Posterior:
         """The posterior in which a start is searched."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -218,9 +219,10 @@ class ProximalIMH(Kernel):
         init_strategy: Callable[..., Any] = init_to_uniform,
         engine: Engine = "auto",
     ) -> None:
-        super().__init__(model, init_strategy=init_strategy, engine=engine)
         self._approx = imh.checked_operators("approx", approx)
-        self._exact = {} if exact is None else imh.checked_operators("exact", exact)
+        # the model of the kernel and of ArviZ is the exact one
+        whole = partial(model, **imh.checked_operators("exact", exact)) if exact else model
+        super().__init__(whole, init_strategy=init_strategy, engine=engine)
         for name, kernel in (("proposal", proposal), ("local_kernel", local_kernel)):
             if isinstance(kernel, Kernel) or (name == "local_kernel" and kernel is not None):
                 _check_reversible(name, kernel, model)
@@ -248,9 +250,6 @@ class ProximalIMH(Kernel):
             proposal.algorithm if isinstance(proposal, Kernel) else None,
             None if self._local_kernel is None else self._local_kernel.algorithm,
         )
-
-    def all_kwargs(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        return {**kwargs, **self._exact}
 
     def searched(self, posterior: Posterior) -> Posterior:
         # the search for a start needs gradients, which the exact operator may not have
@@ -325,10 +324,9 @@ class ProximalIMH(Kernel):
             model.target(structure, None).bind(data[which])
             for model, which in zip(models, ("exact", "cheap"), strict=True)
         )
-        flat = exact.ravel(data["start"])
-        correction = imh.chosen_correction(
-            self._correction, imh.Problem(exact, approx), flat, cheap_is_exact=not self._approx
-        )
+        if self._approx:
+            imh.check_cheap(approx)
+        correction = imh.chosen_correction(self._correction, cheap_is_exact=not self._approx)
         site = imh.latent_site(exact) if correction == "latent" else None
         settings = replace(self.settings, correction=correction, latent_site=site)
         return settings, self._base(exact, cheap, start)

@@ -101,10 +101,11 @@ def test_without_a_map_the_same_draws_are_exact_and_fewer(affine_run):
 def test_auto_chooses_by_what_the_operators_offer():
     chosen = lambda kernel: (kernel.init(jax.random.key(0), 0, None, (Y,), {}), kernel.settings)[1]  # noqa: E731
     approx = dict(forward=cheap_operator)
-    assert chosen(ProximalIMH(model, approx=approx)).correction == "gn"
     assert chosen(ProximalIMH(model, approx={})).correction is None
     black_box = dict(forward=BlackBox(np_operator, (4,)))
     assert chosen(ProximalIMH(model, approx=approx, exact=black_box)).correction == "affine"
+    with pytest.raises(UnsupportedModelError, match=r"cheap model .* has no derivative"):
+        chosen(ProximalIMH(model, approx=black_box))
 
 
 def np_operator(x):

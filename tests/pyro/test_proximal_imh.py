@@ -131,7 +131,7 @@ def test_a_black_box_is_called_for_whole_batches_and_gives_the_same_draws(affine
 
 def test_a_black_box_has_no_gradient():
     x = torch.ones(3, requires_grad=True)
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match="has no derivative"):
         BlackBox(solver, shape=(5,))(x).sum().backward()
 
 
