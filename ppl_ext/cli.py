@@ -15,7 +15,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     >>> main(["kernels"])  # doctest: +ELLIPSIS, +NORMALIZE_WHITESPACE
     models draws source
     kernel language
-    ULD numpyro ...
+    ...ULD numpyro ...
     0
     """
     parser = argparse.ArgumentParser(prog="ppl_ext", description="Kernels for NumPyro and Pyro.")

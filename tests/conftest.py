@@ -1,9 +1,14 @@
-"""Two host devices, a compilation cache, and float64 on request."""
+"""Two host devices, fast compilation and a cache for it, and float64 on request."""
 
 import os
 from pathlib import Path
 
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+# the tests compile much and run little
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0 "
+    "--xla_llvm_disable_expensive_passes=true",
+)
 
 import jax
 import pytest

@@ -95,6 +95,7 @@ def test_installed_wheel_works_elsewhere(built, tmp_path):
     assert "ULD" in table
 
 
+@pytest.mark.slow
 def test_type_checker_resolves_the_package_elsewhere(tmp_path):
     (tmp_path / "check.py").write_text(
         "from ppl_ext import models\nfrom ppl_ext.models import load\n"

@@ -90,8 +90,6 @@ def check_observations(
                 f"Observed site '{name}' holds no array of numbers but "
                 f"{getattr(value, 'dtype', type(value).__name__)}. Convert it with numpy.asarray."
             )
-        # before any compiled function: its dtype depends on the precision that is on now
-        value = jnp.asarray(value)
         valid = distribution.support(value)
         missing = jnp.isnan(value)
         missing = missing.any(tuple(range(missing.ndim - distribution.event_dim, missing.ndim)))

@@ -92,6 +92,7 @@ def test_equal_keys_give_equal_draws_and_chains_differ(entry):
     assert (draws[0][0] != draws[0][1]).all() and (draws[0] != draws[2]).all()
 
 
+@pytest.mark.adaptor
 def test_data_of_the_same_shape_are_compiled_once(entry):
     kernel = entry.kernel(location, **entry.options)
     transitions = count_calls(kernel, "sample")

@@ -295,7 +295,12 @@ def test_explain_names_discrete_sites_and_minibatches():
     assert found.target.language == "pyro"
     assert "'k' is discrete (Poisson)" in found.verdicts["NUTS"]
     assert "plate 'datum' draws 2 of 4" in ppl_ext.explain(minibatch).verdicts["ULD"]
-    assert ppl_ext.explain(location, Y).verdicts == {"HMC": None, "NUTS": None, "ULD": None}
+    assert ppl_ext.explain(location, Y).verdicts == {
+        "HMC": None,
+        "NUTS": None,
+        "ProximalIMH": None,
+        "ULD": None,
+    }
     with pytest.raises(TypeError, match="must be a callable"):
         target([])
 
