@@ -116,7 +116,8 @@ def run_if(condition: Array, function: Callable[[Any], Any], operand: Any) -> An
     """`function(operand)` if `condition`, else `operand`.
 
     A loop of one or no turn: unlike `lax.cond`, it costs nothing under `vmap` when no chain
-    needs it.
+    needs it. What `function` depends on must be in `operand`: XLA runs always what depends on
+    captured values alone.
     """
 
     def body(i: Array, value: Any) -> Any:

@@ -137,7 +137,7 @@ class Noise(NamedTuple):
     batch: Array  # (grad_size,) data of the `sgld` proposal
     first: Array  # () uniform, of the first stage of delayed acceptance
     last: Array  # () uniform, of the acceptance
-    count: Callable[[Array], Array]  # Poisson rate -> number of data to draw
+    number: Callable[[Array], Array]  # Poisson rate -> number of data to draw
     chunk: Callable[[Array], tuple[Array, Array]]  # number -> (positions, uniforms), (chunk_size,)
 
 
@@ -226,7 +226,8 @@ def step(state: State, problem: Problem, settings: Settings, num_warmup: int) ->
     """One transition, with adaptation while `state.i < num_warmup`."""
     key, key_noise = jax.random.split(state.rng_key)
     x = problem.ravel(state.z)
-    fit = run_if(state.stale, lambda old: fit_again(x, old, problem, settings), state.fit)
+    again = lambda at: (at[0], fit_again(*at, problem, settings))  # noqa: E731
+    _, fit = run_if(state.stale, again, (x, state.fit))
     noise = draw_noise(key_noise, fit, problem, settings)
     x, info = transition(noise, x, problem, settings, fit, state.step_size, state.chi)
     i = state.i + 1
@@ -269,7 +270,7 @@ def draw_noise(key: Array, fit: Fit, problem: Problem, settings: Settings) -> No
         batch=jax.random.randint(keys[2], (settings.grad_size,), 0, problem.size),
         first=jax.random.uniform(keys[3], dtype=dtype),
         last=jax.random.uniform(keys[4], dtype=dtype),
-        count=lambda rate: jax.random.poisson(keys[5], rate, dtype=jnp.int32),
+        number=lambda rate: jax.random.poisson(keys[5], rate, dtype=jnp.int32),
         chunk=chunk,
     )
 
@@ -312,8 +313,8 @@ def transition(
     kept_ratio, num_drawn, num_kept, variance, violations = minibatch_log_ratio(
         noise, x, y, gap, chi, rate, problem, settings, fit
     )
-    everything = lambda _: _full_log_ratio(x, y, problem, settings, fit)  # noqa: E731
-    full_ratio = run_if(full & go, everything, jnp.zeros((), w.dtype))
+    everything = lambda at: (*at[:3], _full_log_ratio(*at[:3], problem, settings))  # noqa: E731
+    *_, full_ratio = run_if(full & go, everything, (x, y, fit, jnp.zeros((), w.dtype)))
     log_ratio = kept_ratio + full_ratio
     if settings.delayed:
         prob = _probability(log_ratio)
@@ -348,7 +349,7 @@ def minibatch_log_ratio(
     Any number of data, `chunk_size` at a time: a limit on the number drawn would be a bias.
     """
     size = settings.chunk_size
-    count = noise.count(rate)
+    count = noise.number(rate)
     spread = 1 + chi * fit.table.total * gap
 
     def body(carry: Any) -> Any:
@@ -465,8 +466,9 @@ def fit_at(mode: Array, precision: Array, problem: Problem, settings: Settings) 
     hessian = jax.hessian(terms)(mode) if settings.order > 1 else jnp.zeros_like(precision)
     # bounds that hold everywhere, or else on a ball
     radius = jnp.asarray(math.sqrt(size) + _MARGIN, mode.dtype)
-    forever = problem.bounds(mode, scale, jnp.full_like(radius, jnp.inf))
-    local = problem.bounds(mode, scale, radius)
+    # what does not depend on the radius is computed once
+    both = jnp.stack([jnp.full_like(radius, jnp.inf), radius])
+    forever, local = jax.vmap(lambda radius: problem.bounds(mode, scale, radius))(both)
     everywhere = jnp.isfinite(forever).all()
     return Fit(
         mode=mode,
@@ -528,7 +530,7 @@ def _base(problem: Problem, settings: Settings, fit: Fit) -> Callable[[Array], A
     return base
 
 
-def _full_log_ratio(x: Array, y: Array, problem: Problem, settings: Settings, fit: Fit) -> Array:
+def _full_log_ratio(x: Array, y: Array, fit: Fit, problem: Problem, settings: Settings) -> Array:
     everything = jnp.arange(problem.size)
     difference, _ = remainder_difference(y, x, everything, problem, settings, fit)
     return jnp.sum(difference)

@@ -122,7 +122,7 @@ class Enumeration:
         noise = tuna_mh.Noise(
             normal=normal, sign=sign, batch=batch, first=jnp.zeros(()), last=jnp.zeros(()),
             # a wrong rate draws another number
-            count=lambda r: jnp.where(jnp.abs(r / rate - 1) < 1e-7, count, 0),
+            number=lambda r: jnp.where(jnp.abs(r / rate - 1) < 1e-7, count, 0),
             chunk=chunk,
         )  # fmt: skip
         y, info = tuna_mh.transition(
@@ -283,7 +283,7 @@ def test_no_key_is_used_twice(monkeypatch):
     for name in ("normal", "uniform", "randint", "poisson"):
         watch(name)
     noise = tuna_mh.draw_noise(jax.random.key(0), fit, task, options)
-    noise.count(jnp.ones(()))
+    noise.number(jnp.ones(()))
     chunks = [noise.chunk(jnp.asarray(k)) for k in (0, 1, 2)]
     assert len(used) == len(set(used)) == 12
     assert len({float(uniform[0]) for _, uniform in chunks}) == 3
@@ -340,7 +340,7 @@ def test_a_bound_that_is_one_per_cent_too_small_is_counted(shrink, found):
     )
     fit = tuna_mh.fit_at(jnp.zeros(2), jnp.eye(2), task, options)
     noise = tuna_mh.draw_noise(jax.random.key(0), fit, task, options)
-    noise = noise._replace(count=lambda rate: 8)
+    noise = noise._replace(number=lambda rate: 8)
     near, far = jnp.array([0.1, 0.0]), jnp.array([0.8, 0.0])
     gap = tuna_mh.distance(near, far, 1)
     *_, violations = tuna_mh.minibatch_log_ratio(
