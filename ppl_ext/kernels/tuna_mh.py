@@ -226,7 +226,7 @@ def step(state: State, problem: Problem, settings: Settings, num_warmup: int) ->
     """One transition, with adaptation while `state.i < num_warmup`."""
     key, key_noise = jax.random.split(state.rng_key)
     x = problem.ravel(state.z)
-    again = lambda at: (at[0], fit_again(*at, problem, settings))  # noqa: E731
+    again = lambda at: (at[0], fit_again(at[0], at[1], problem, settings))  # noqa: E731
     _, fit = run_if(state.stale, again, (x, state.fit))
     noise = draw_noise(key_noise, fit, problem, settings)
     x, info = transition(noise, x, problem, settings, fit, state.step_size, state.chi)
@@ -293,8 +293,8 @@ def transition(
     y = fit.from_standard(v)
     back = log_proposal(v, w, gradient(v), step_size, proposal)
     forth = log_proposal(w, v, gradient_w, step_size, proposal)
-    base = _base(problem, settings, fit)
-    cheap = base(y) - base(x) + back - forth
+    base = jax.vmap(_base(problem, settings, fit))(jnp.stack([x, y]))
+    cheap = base[1] - base[0] + back - forth
 
     gap = distance(w, v, settings.order)
     bound = fit.table.total * gap
@@ -313,7 +313,7 @@ def transition(
     kept_ratio, num_drawn, num_kept, variance, violations = minibatch_log_ratio(
         noise, x, y, gap, chi, rate, problem, settings, fit
     )
-    everything = lambda at: (*at[:3], _full_log_ratio(*at[:3], problem, settings))  # noqa: E731
+    everything = lambda at: (*at[:3], _full_log_ratio(at, problem, settings))  # noqa: E731
     *_, full_ratio = run_if(full & go, everything, (x, y, fit, jnp.zeros((), w.dtype)))
     log_ratio = kept_ratio + full_ratio
     if settings.delayed:
@@ -396,7 +396,7 @@ def remainder_difference(
 ) -> tuple[Array, Array]:
     """R_i(x) - R_i(y) of the data `index`, and its rounding error."""
     terms = lambda z: problem.log_terms(z, index)  # noqa: E731
-    at_x, at_y = terms(x), terms(y)
+    at_x, at_y = jax.vmap(terms)(jnp.stack([x, y]))
     size = jnp.abs(at_x) + jnp.abs(at_y)
     taylor = jnp.zeros_like(at_x)
     if settings.order > 0:
@@ -530,7 +530,10 @@ def _base(problem: Problem, settings: Settings, fit: Fit) -> Callable[[Array], A
     return base
 
 
-def _full_log_ratio(x: Array, y: Array, fit: Fit, problem: Problem, settings: Settings) -> Array:
+def _full_log_ratio(
+    at: tuple[Array, Array, Fit, Array], problem: Problem, settings: Settings
+) -> Array:
+    x, y, fit, _ = at
     everything = jnp.arange(problem.size)
     difference, _ = remainder_difference(y, x, everything, problem, settings, fit)
     return jnp.sum(difference)

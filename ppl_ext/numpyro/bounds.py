@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -317,6 +317,90 @@ def _predictor(site: Any, link: str) -> Array:
     return jnp.broadcast_to(value, site.shape + value.shape[-1:] if rule.vector else site.shape)
 
 
+class BoundCheck(NamedTuple):
+    """Largest |R_i(x) - R_i(y)| / (c_i M(x, y)) that was found, and where."""
+
+    max_ratio: float  # at most 1, or the bounds are wrong
+    datum: int  # its i
+    num_violations: int  # pairs and data with a ratio above 1
+    num_pairs: int
+
+
+def check(
+    model: Callable[..., Any],
+    *args: Any,
+    order: Literal[0, 1, 2] = 1,
+    plate: str | None = None,
+    bounds: Any = "auto",
+    num_pairs: int = 200,
+    seed: int = 0,
+    **kwargs: Any,
+) -> BoundCheck:
+    """Try the bounds of `TunaMH` on random pairs of points and all data.
+
+    Parameters
+    ----------
+    model, order, plate, bounds
+        As for `TunaMH`; `bounds` may be your own.
+    *args, **kwargs
+        Of the model.
+    num_pairs : int
+        Pairs (x, y) within sqrt(d) + 4 standard deviations of the mode: far and near ones, and
+        pairs on one ray, where the bounds are tightest.
+    seed : int
+        Of the pairs.
+
+    Returns
+    -------
+    BoundCheck
+        `max_ratio` above 1 shows that a bound is wrong; below 1 it proves nothing, but a ratio far
+        below 1 tells how much smaller the bounds could be.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp, numpyro, numpyro.distributions as dist
+    >>> from ppl_ext.numpyro import bounds
+    >>> def model(x, y):
+    ...     beta = numpyro.sample("beta", dist.Normal(0, 1))
+    ...     with numpyro.plate("N", len(y), subsample_size=2) as i:
+    ...         numpyro.sample("y", dist.StudentT(4, x[i] * beta, 1), obs=y[i])
+    >>> found = bounds.check(model, jnp.arange(5.0), 2 * jnp.arange(5.0))
+    >>> found.max_ratio <= 1, found.num_violations
+    (True, 0)
+    """
+    from ppl_ext.kernels.tuna_mh import distance, remainder_difference
+    from ppl_ext.numpyro.tuna_mh import TunaMH
+
+    kernel = TunaMH(model, order=order, plate=plate, bounds=bounds)
+    fit, problem = kernel.fit(*args, **kwargs)
+    size = fit.mode.size
+    keys = jax.random.split(jax.random.key(seed), 4)
+    direction = jax.random.normal(keys[0], (num_pairs, 2, size))
+    direction /= jnp.linalg.norm(direction, axis=-1, keepdims=True)
+    # every other pair on one ray
+    ray = jnp.arange(num_pairs)[:, None, None] % 2 == 0
+    direction = jnp.where(ray, direction[:, :1], direction)
+    longest = math.sqrt(size) + 4
+    length = longest * jax.random.uniform(keys[1], (num_pairs, 2, 1)) ** 2
+    pairs = (length * direction).astype(fit.mode.dtype)
+    everything = jnp.arange(problem.size)
+    constants = fit.table.bound(everything)
+
+    @jax.jit
+    def ratios(pair: Array) -> tuple[Array, Array, Array]:
+        w, v = pair
+        x, y = fit.from_standard(w), fit.from_standard(v)
+        r, error = remainder_difference(x, y, everything, problem, kernel.settings, fit)
+        moved = jnp.maximum(jnp.abs(r) - error, 0.0)
+        bound = constants * distance(w, v, order)
+        ratio = jnp.where(moved > 0, moved / bound, 0.0)
+        return ratio.max(), ratio.argmax(), jnp.sum(ratio > 1)
+
+    largest, datum, broken = jax.lax.map(ratios, pairs)
+    worst = int(jnp.argmax(largest))
+    return BoundCheck(float(largest[worst]), int(datum[worst]), int(broken.sum()), num_pairs)
+
+
 # --- which values are affine ---------------------------------------------------------------------
 
 # A value is "const", or a known function of an affine one: "identity", "exp" (a non-zero constant
@@ -325,7 +409,7 @@ _SHAPE_ONLY = {
     "reshape", "broadcast_in_dim", "squeeze", "transpose", "slice", "copy", "rev", "expand_dims",
     "convert_element_type", "optimization_barrier", "copy_p",
 }  # fmt: skip
-_JOINS = {"concatenate", "add", "sub", "add_any", "pad"}
+_JOINS = {"concatenate", "stack", "add", "sub", "add_any", "pad"}
 _CALLS = {
     "jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "remat",
     "checkpoint",
@@ -381,7 +465,7 @@ def _one(name: str, params: Mapping[str, Any], inputs: list[str | None]) -> str 
     if name in _JOINS:
         if kinds <= {"identity", "const"}:
             return "identity"
-        return first if name == "concatenate" and len(kinds) == 1 else None
+        return first if name in ("concatenate", "stack") and len(kinds) == 1 else None
     if name == "select_n":
         cases = set(rest)
         if first != "const":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -133,7 +132,6 @@ class MinibatchKernel(Kernel):
         model_args: tuple,
         model_kwargs: dict[str, Any] | None,
     ) -> Any:
-        model_args, model_kwargs = _as_arrays(model_args, model_kwargs)
         if GIBBS_SITES_KWARG in (model_kwargs or {}):
             raise UnsupportedModelError(
                 f"{self._name} is no block of Gibbs: each move of another block would change the "
@@ -153,16 +151,13 @@ class MinibatchKernel(Kernel):
         # all that looks at the model as a whole sees all the data
         self._model = at_indices(self._program, plate)
         self._started_at = init_params is not None or self._given_start
+        # refusals that need the data come before the search for a start
+        whole = build_target(self._model, *model_args, **self.all_kwargs(model_kwargs))
+        self._bind(whole, model_args, self.all_kwargs(model_kwargs))
         return super().init(rng_key, num_warmup, init_params, model_args, model_kwargs)
 
-    def _sample(self, state: Any, model_args: tuple, model_kwargs: dict[str, Any] | None) -> Any:
-        return super()._sample(state, *_as_arrays(model_args, model_kwargs))
-
-    def refresh(self, state: Any, model_args: tuple, model_kwargs: dict[str, Any] | None) -> Any:
-        return super().refresh(state, *_as_arrays(model_args, model_kwargs))
-
     def postprocess_fn(self, model_args: tuple, model_kwargs: dict[str, Any] | None) -> Any:
-        whole = super().postprocess_fn(*_as_arrays(model_args, model_kwargs))
+        whole = super().postprocess_fn(model_args, model_kwargs)
         dropped = self._dropped
 
         def constrain(z: PyTree) -> PyTree:
@@ -263,9 +258,6 @@ class MinibatchKernel(Kernel):
     def _no_bound(self) -> str:
         return f"{self._name}: a bound is not finite. Give `bounds`."
 
-    def __getstate__(self) -> dict[str, Any]:
-        return copy.copy(super().__getstate__())
-
 
 def auto_links(kernel: str, target: Target, plate: str, z: Array) -> dict[str, str]:
     """Links of the observed sites inside the plate, from a look at two data."""
@@ -275,9 +267,3 @@ def auto_links(kernel: str, target: Target, plate: str, z: Array) -> dict[str, s
         return target.observed(target.unravel(x), plate, jnp.arange(2))
 
     return links(kernel, few, z)
-
-
-def _as_arrays(args: tuple, kwargs: dict[str, Any] | None) -> tuple[tuple, dict[str, Any]]:
-    """Arguments with arrays of NumPy as those of JAX, which the indices of a plate can select."""
-    convert = lambda leaf: jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf  # noqa: E731
-    return jax.tree.map(convert, (args, kwargs or {}))

@@ -386,12 +386,18 @@ def _prior_draw(model: Callable, key: Array, *args: Any, **kwargs: Any) -> PyTre
 class at_indices(Messenger):
     """Handler that gives a plate these indices; all of them in their order by default.
 
-    Unlike with `numpyro.handlers.substitute`, their number may be any.
+    Unlike with `numpyro.handlers.substitute`, their number may be any. Arrays of NumPy among the
+    arguments become those of JAX, which traced indices can select.
     """
 
     def __init__(self, fn: Callable[..., Any], plate: str, indices: Array | None = None) -> None:
         self._plate, self._indices = plate, indices
         super().__init__(fn)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        convert = lambda leaf: jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf  # noqa: E731
+        args, kwargs = jax.tree.map(convert, (args, kwargs))
+        return super().__call__(*args, **kwargs)
 
     def process_message(self, msg: dict[str, Any]) -> None:
         if msg["type"] == "plate" and msg["name"] == self._plate:

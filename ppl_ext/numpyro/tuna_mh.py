@@ -6,6 +6,7 @@ from collections.abc import Callable
 from numbers import Real
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 
 from ppl_ext.arguments import argument_error, check_choice, check_count, check_positive
@@ -13,7 +14,12 @@ from ppl_ext.errors import UnsupportedModelError
 from ppl_ext.kernels import tuna_mh
 from ppl_ext.kernels.minibatch import Problem
 from ppl_ext.numpyro.bounds import derivative_bounds
-from ppl_ext.numpyro.minibatch import Bounds, MinibatchKernel, auto_links, refusal
+from ppl_ext.numpyro.minibatch import (
+    Bounds,
+    MinibatchKernel,
+    auto_links,
+    refusal,
+)
 from ppl_ext.target import Array, Target
 
 
@@ -192,6 +198,12 @@ class TunaMH(MinibatchKernel):
             return derivative_bounds(observed, found, size, order, mode, scale, radius)
 
         return bounds
+
+    def fit(self, *args: Any, **kwargs: Any) -> tuple[tuna_mh.Fit, Problem]:
+        """Mode, metric and bounds for the data `args`, `kwargs` of the model, and the problem."""
+        state = self.init(jax.random.key(0), 0, None, args, kwargs)
+        assert self._target is not None
+        return state.fit, self._bind(self._target, args, kwargs)
 
     def _find_fit(self, start: Array, problem: Problem) -> tuna_mh.Fit:
         return tuna_mh.find_fit(start, problem, self._settings)
