@@ -115,7 +115,7 @@ class Kernel(MCMCKernel):
         bound = self._bind(self._target, model_args, model_kwargs)
         # one program compiles much faster than its operations one by one
         state = jax.jit(lambda key, z: self._init_chains(key, z, bound, batched))(rng_key, z)
-        if not_jax_tracer(state.i):
+        if all(map(not_jax_tracer, jax.tree.leaves(state))):
             self._check_start(state, model_args, model_kwargs)
         # MCMC calls `init` again before every run unless it finds this attribute set
         self._sample_fn = self._sample

@@ -17,7 +17,7 @@ from ppl_ext.kernels.minibatch import Problem
 from ppl_ext.numpyro.bounds import links
 from ppl_ext.numpyro.kernel import Kernel
 from ppl_ext.numpyro.starting_point import describe_failure
-from ppl_ext.numpyro.target import at_indices
+from ppl_ext.numpyro.target import as_arrays, at_indices
 from ppl_ext.numpyro.target import target as build_target
 from ppl_ext.target import Array, PyTree, Target
 
@@ -137,7 +137,8 @@ class MinibatchKernel(Kernel):
                 f"{self._name} is no block of Gibbs: each move of another block would change the "
                 "log likelihoods of all the data. Let it sample all sites."
             )
-        target = build_target(self._program, *model_args, **self.all_kwargs(model_kwargs))
+        args, kwargs = as_arrays(model_args, self.all_kwargs(model_kwargs))
+        target = build_target(self._program, *args, **kwargs)
         self._check_target(target)
         plate = data_plate(self._name, target, self._plate)
         dropped = [s.name for s in target.sites if s.kind == "deterministic" and plate in s.plates]
@@ -152,8 +153,7 @@ class MinibatchKernel(Kernel):
         self._model = at_indices(self._program, plate)
         self._started_at = init_params is not None or self._given_start
         # refusals that need the data come before the search for a start
-        whole = build_target(self._model, *model_args, **self.all_kwargs(model_kwargs))
-        self._bind(whole, model_args, self.all_kwargs(model_kwargs))
+        self._bind(build_target(self._model, *args, **kwargs), args, kwargs)
         return super().init(rng_key, num_warmup, init_params, model_args, model_kwargs)
 
     def postprocess_fn(self, model_args: tuple, model_kwargs: dict[str, Any] | None) -> Any:

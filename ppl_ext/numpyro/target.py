@@ -395,8 +395,7 @@ class at_indices(Messenger):
         super().__init__(fn)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        convert = lambda leaf: jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf  # noqa: E731
-        args, kwargs = jax.tree.map(convert, (args, kwargs))
+        args, kwargs = as_arrays(args, kwargs)
         return super().__call__(*args, **kwargs)
 
     def process_message(self, msg: dict[str, Any]) -> None:
@@ -404,6 +403,13 @@ class at_indices(Messenger):
             size = msg["args"][0]
             indices = jnp.arange(size) if self._indices is None else self._indices
             msg["value"], msg["args"] = indices, (size, len(indices))
+
+
+def as_arrays(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Arguments with JAX arrays in place of those of NumPy."""
+    return jax.tree.map(
+        lambda leaf: jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf, (args, kwargs)
+    )
 
 
 class Observed(NamedTuple):

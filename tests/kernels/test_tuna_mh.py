@@ -240,6 +240,39 @@ def test_detailed_balance_over_all_random_numbers(order, proposal, rates, delaye
     assert Enumeration(order, proposal, rates, delayed).imbalance() < 1e-10
 
 
+@pytest.mark.parametrize(
+    ("order", "fallback"), [(1, True), *slow((0, True), (2, True), (1, False))]
+)
+def test_outside_the_ball_of_the_bounds_all_data_are_taken_both_ways(order, fallback):
+    options = tuna_mh.Settings(
+        order=order, proposal="random_walk", chunk_size=CHUNK, fallback=fallback
+    )
+    task = problem(order)
+    fit = jax.jit(lambda *at: tuna_mh.fit_at(*at, task, options))(jnp.zeros(2), jnp.eye(2))
+    fit = fit._replace(radius=jnp.asarray(0.9))
+
+    @jax.jit
+    @jax.vmap
+    def move(x, y):
+        noise = tuna_mh.draw_noise(jax.random.key(0), fit, task, options)
+        noise = noise._replace(normal=y - x)
+        return tuna_mh.transition(noise, x, task, options, fit, jnp.ones(()), jnp.ones(()))[1]
+
+    pairs = [(a, b) for a in GRID for b in GRID if a is not b]
+    info = move(*map(jnp.asarray, zip(*pairs, strict=True)))
+    inside = [max(np.linalg.norm(a), np.linalg.norm(b)) <= 0.9 for a, b in pairs]
+    assert 0 < sum(inside) < len(pairs)
+    if not fallback:
+        # the posterior restricted to the ball
+        assert ((np.asarray(info.accept_prob) > 0) == inside).all() and not info.fallback.any()
+        return
+    assert (np.asarray(info.fallback) == ~np.array(inside)).all()
+    ratio = [np.exp(log_posterior(b, order) - log_posterior(a, order)) for a, b in pairs]
+    exact = np.minimum(1, ratio)[np.asarray(info.fallback)]
+    np.testing.assert_allclose(info.accept_prob[np.asarray(info.fallback)], exact, rtol=1e-10)
+    assert (np.asarray(info.num_drawn)[np.asarray(info.fallback)] == 2).all()
+
+
 # --- the table, the random numbers, the bounds ---------------------------------------------------
 
 
@@ -384,8 +417,12 @@ def logistic(size, seed=0):
 @pytest.mark.parametrize(
     ("order", "proposal", "fallback_share"),
     [
-        (1, "taylor-mala", (0.0, 0.3)),
-        *slow((2, "barker", (0.0, 0.05)), (1, "sgld", (0.0, 0.3)), (0, "random_walk", (0.1, 0.9))),
+        *slow(
+            (1, "taylor-mala", (0.0, 0.3)),
+            (2, "barker", (0.0, 0.05)),
+            (1, "sgld", (0.0, 0.3)),
+            (0, "random_walk", (0.1, 0.9)),
+        ),
     ],
 )
 def test_exact_draws_stay_exact(order, proposal, fallback_share):

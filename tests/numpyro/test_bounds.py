@@ -49,7 +49,12 @@ def wide(x64):
     pass
 
 
-@pytest.mark.parametrize("name", CASES)
+FAST = ("Bernoulli", "StudentT", "Poisson")
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in CASES]
+)
 def test_suprema_hold_and_are_attained(name):
     make, link, values, reach, attained = CASES[name]
     end = min(reach, 30.0)
@@ -166,6 +171,7 @@ def test_likelihoods_without_bounds_are_refused_by_site(likelihood, words):
         TunaMH(regression).init(jax.random.key(0), 0, None, (x, y, likelihood), {})
 
 
+@pytest.mark.slow
 def test_a_registered_rule_is_used_and_check_finds_a_wrong_one(monkeypatch):
     monkeypatch.setattr(bounds, "_RULES", dict(bounds._RULES))
 

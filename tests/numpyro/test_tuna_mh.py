@@ -278,3 +278,22 @@ def test_deterministic_sites_inside_the_plate_are_dropped_with_a_warning():
         mcmc.run(jax.random.key(0), X, Y)
     assert any("['eta']" in str(w.message) for w in caught)
     assert set(mcmc.get_samples()) == {"beta"}
+
+
+@pytest.mark.slow
+def test_a_factor_is_taken_with_bounds_of_the_user():
+    """-(y - mu)^2 / 2 has the second derivative 1: a normal posterior; 5 standard errors."""
+
+    def model(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        with numpyro.plate("N", len(y), subsample_size=2) as i:
+            numpyro.factor("loss", -((y[i] - mu) ** 2) / 2)
+
+    y = RNG.normal(size=50) + 1
+    kernel = TunaMH(model, bounds=lambda mode, scale, radius: jnp.full(50, scale[0, 0] ** 2))
+    mcmc = MCMC(kernel, num_warmup=300, num_samples=3000, progress_bar=False)
+    mcmc.run(jax.random.key(0), y)
+    mu, fields = np.asarray(mcmc.get_samples()["mu"]), mcmc.get_extra_fields()
+    assert abs(mu.mean() - y.sum() / 51) < 5 * 51**-0.5 / np.sqrt(500)
+    assert abs(mu.std() * 51**0.5 - 1) < 5 / np.sqrt(1000)
+    assert fields["num_violations"].max() == 0 and fields["num_drawn"].mean() < 40
