@@ -60,6 +60,8 @@ class Entry:
         Keyword arguments for the kernel in the conformance tests.
     gibbs_block, potential_fn : bool
         Whether the kernel works as a block of `numpyro.infer.Gibbs`, and without a model.
+    minibatch : bool
+        Whether the kernel draws data from a plate, which its models must have.
     """
 
     name: str
@@ -73,6 +75,7 @@ class Entry:
     options: dict[str, Any] = field(default_factory=dict)
     gibbs_block: bool = True
     potential_fn: bool = True
+    minibatch: bool = False
 
 
 @cache
