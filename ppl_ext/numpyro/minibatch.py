@@ -137,7 +137,7 @@ class MinibatchKernel(Kernel):
                 f"{self._name} is no block of Gibbs: each move of another block would change the "
                 "log likelihoods of all the data. Let it sample all sites."
             )
-        args, kwargs = as_arrays(model_args, self.all_kwargs(model_kwargs))
+        args, kwargs = as_arrays(model_args, model_kwargs or {})
         target = build_target(self._program, *args, **kwargs)
         self._check_target(target)
         plate = data_plate(self._name, target, self._plate)
