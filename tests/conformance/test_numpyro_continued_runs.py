@@ -151,6 +151,7 @@ def test_fields_can_be_added_and_left_out(entry):
     assert mcmc.get_extra_fields(group_by_chain=True)["i"].tolist() == [[*range(21, 41)]] * 2
 
 
+@pytest.mark.adaptor
 @pytest.mark.parametrize("outside", [np.nan, -np.inf])
 def test_normal_truncated_by_a_factor(entry, outside):
     """Five standard errors at an effective size of 1000: the sampler has 2000 or more."""

@@ -31,10 +31,10 @@ from ppl_ext.errors import InitializationError, UnsupportedModelError
 from ppl_ext.registry import entries
 
 ENTRIES = [entry for entry in entries() if entry.language == "numpyro"]
+OTHER_METHODS = ("sequential", "parallel", jax.vmap)
 METHODS = [
-    "sequential",
     "vectorized",
-    *(pytest.param(method, marks=pytest.mark.adaptor) for method in ("parallel", jax.vmap)),
+    *(pytest.param(method, marks=pytest.mark.adaptor) for method in OTHER_METHODS),
 ]
 
 
@@ -140,6 +140,7 @@ def test_draws_hold_deterministic_sites_and_the_energies_belong_to_them(short_ru
     np.testing.assert_allclose(energy, expected, rtol=1e-5)
 
 
+@pytest.mark.adaptor
 @pytest.mark.parametrize("start", ["init_params", "init_to_value", "init_to_median"])
 def test_the_start_is_the_one_asked_for(entry, start, any_model):
     def model():
@@ -157,6 +158,7 @@ def test_the_start_is_the_one_asked_for(entry, start, any_model):
     assert abs(float(state.z["x"]) - expected) < (0.15 if start == "init_to_median" else 1e-5)
 
 
+@pytest.mark.adaptor
 def test_one_compiled_program_serves_new_data_of_the_same_shape(entry):
     mcmc = make(entry, location, num_warmup=200, num_samples=200, jit_model_args=True)
     for shift in (0.0, 10.0, 20.0):
@@ -231,7 +233,7 @@ def test_leaks_no_tracer(entry):
         mcmc.run(jax.random.key(0), Y)
 
 
-@pytest.mark.parametrize("outside", [jnp.nan, -jnp.inf])
+@pytest.mark.parametrize("outside", [jnp.nan, pytest.param(-jnp.inf, marks=pytest.mark.adaptor)])
 def test_no_draw_lies_where_the_density_is_nan_or_zero(entry, outside, any_model):
     def model():
         x = numpyro.sample("x", dist.Normal(0, 1))
@@ -366,6 +368,7 @@ def test_arviz_and_predictive_take_the_run(short_run):
     assert predicted["twice"].shape == (40,)
 
 
+@pytest.mark.adaptor
 def test_only_a_full_size_subsample_is_taken(entry):
     def model(y, size):
         mu = numpyro.sample("mu", dist.Normal(0, 1))
@@ -379,6 +382,7 @@ def test_only_a_full_size_subsample_is_taken(entry):
         make(entry, model).run(jax.random.key(0), Y, 19)
 
 
+@pytest.mark.adaptor
 def test_runs_inside_jit(entry):
     def run(key, y):
         mcmc = make(entry, location, num_warmup=5, num_samples=5)

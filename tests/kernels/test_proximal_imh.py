@@ -129,6 +129,7 @@ def test_linear_operators_give_the_closed_form_map_and_density(correction, shape
     np.testing.assert_allclose(candidates.approx_log_weight, evidence(b, y, noise_sd, w), rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_correlated_priors_and_noise_enter_as_metric_and_weight():
     problem, a, b, *_ = linear(5, 3)
     rng = np.random.default_rng(3)
@@ -148,6 +149,7 @@ def test_correlated_priors_and_noise_enter_as_metric_and_weight():
         )
 
 
+@pytest.mark.slow
 def test_equal_operators_give_the_posterior_itself():
     """Every weight is the evidence, so that every proposal is accepted."""
     problem, a, _, y, noise_sd, w = linear(4, 4)
@@ -158,6 +160,7 @@ def test_equal_operators_give_the_posterior_itself():
         np.testing.assert_allclose(log_w, evidence(a, y, noise_sd, w), rtol=1e-8)
 
 
+@pytest.mark.slow
 def test_a_large_beta_leaves_the_draws_where_they_are():
     problem, *_ = linear(5, 3)
     for correction in ("gn", "affine"):

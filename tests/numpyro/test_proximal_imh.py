@@ -91,6 +91,7 @@ def test_the_report_holds_evidence_estimates_and_the_approximate_posterior(affin
     assert "correction affine: 4000 proposals" in text and "x[2]" in text
 
 
+@pytest.mark.slow
 def test_without_a_map_the_same_draws_are_exact_and_fewer(affine_run):
     plain = run(ProximalIMH(model, approx=dict(forward=cheap_operator), correction=None))
     accepted = [m.get_extra_fields()["accept_prob"].mean() for m in (plain, affine_run)]
@@ -207,6 +208,7 @@ SLOW = ["guide", "mean field", "draws", "kernel", "local"]
 KINDS = ["distribution", *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_proposal_gives_the_exact_posterior(kind):
     options = {}

@@ -149,6 +149,7 @@ def test_the_progress_bar_tells_step_size_steps_and_undone_steps():
     assert text.startswith("step size ") and text.endswith("0 steps/draw, 0 undone")
 
 
+@pytest.mark.slow
 def test_vectorised_chains_are_the_sequential_ones():
     """With a random time; float32 rounding grows over the steps."""
     draws = []
