@@ -129,7 +129,7 @@ def test_a_pickled_run_goes_on_like_the_original(entry):
     np.testing.assert_array_equal(draws[1], draws[3])
 
 
-@pytest.mark.adaptor
+@pytest.mark.slow
 def test_progress_bars_of_parallel_chains_change_no_draw(entry, progress_bar_possible, capsys):
     draws = []
     for shown in (True, False):
