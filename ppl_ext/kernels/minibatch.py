@@ -10,7 +10,7 @@ its likelihood by the same factor.)
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -110,20 +110,3 @@ def truncated(gradient: Array, length: float) -> Array:
     """`gradient`, not longer than `length`: far from the mode an approximate one overshoots."""
     norm = jnp.linalg.norm(gradient)
     return gradient * jnp.where(norm > length, length / norm, 1.0)
-
-
-def run_if(condition: Array, function: Callable[[Any], Any], operand: Any) -> Any:
-    """`function(operand)` if `condition`, else `operand`.
-
-    A loop of one or no turn: unlike `lax.cond`, it costs nothing under `vmap` when no chain
-    needs it. What `function` depends on must be in `operand`: XLA runs always what depends on
-    captured values alone.
-    """
-
-    def body(i: Array, value: Any) -> Any:
-        # depends on the turn: else XLA moves what does not change over the turns out of the loop,
-        # and runs it always
-        _, value = jax.lax.optimization_barrier((i, value))
-        return function(value)
-
-    return jax.lax.fori_loop(0, condition.astype(jnp.int32), body, operand)

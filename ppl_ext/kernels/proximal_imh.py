@@ -55,6 +55,7 @@ from jax.scipy.linalg import cho_solve, solve_triangular
 
 from ppl_ext.arguments import argument_error, check_choice, check_count, check_positive
 from ppl_ext.errors import UnsupportedModelError
+from ppl_ext.kernels.chain import Resumable, run_if
 from ppl_ext.target import Array, PyTree, Target
 
 Correction = Literal["gn", "affine", "frozen", "argmin", "latent"]
@@ -198,17 +199,10 @@ class _Fields(NamedTuple):
     rng_key: Array
 
 
-class State(_Fields):
+class State(Resumable, _Fields):
     """Chain state. Field names are those that NumPyro and ArviZ know."""
 
     __slots__ = ()
-
-    def _replace(self, **changes: Any) -> State:
-        # MCMC resumes a chain by replacing its key, perhaps with new data: nothing cached
-        # about the old data may survive that
-        if set(changes) == {"rng_key"}:
-            changes["stale"] = jnp.ones_like(self.stale)
-        return super()._replace(**changes)
 
     @property
     def log_weight(self) -> Array:
@@ -254,7 +248,7 @@ def init(key: Array, z: PyTree, problem: Problem, settings: Settings, fit: Fit) 
 
 def step(state: State, problem: Problem, settings: Settings) -> State:
     """One transition: take the next proposal, make a new batch if there is none, accept or stay."""
-    state = _run_if(state.stale, lambda s: restart(s, problem, settings), state)
+    state = run_if(state.stale, lambda s: restart(s, problem, settings), state)
     key, key_propose, key_uniform = jax.random.split(state.rng_key, 3)
     if isinstance(settings.base, Chain):
         candidate, inner = inner_proposal(state, problem, settings)
@@ -262,7 +256,7 @@ def step(state: State, problem: Problem, settings: Settings) -> State:
     else:
         empty = state.used == settings.batch_size
         fill = lambda pair: (pair[0], refill(pair[0], pair[1], problem, settings))  # noqa: E731
-        _, state = _run_if(empty, fill, (key_propose, state))
+        _, state = run_if(empty, fill, (key_propose, state))
         candidate = jax.tree.map(lambda leaf: leaf[state.used], state.batch)
         state = state._replace(used=state.used + 1)
     uniform = jax.random.uniform(key_uniform, dtype=state.log_q.dtype)
@@ -371,8 +365,8 @@ def block_refresh(state: State, problem: Problem, settings: Settings, num_warmup
     may belong to values that are far from typical. Then they are kept: any fixed ones are valid.
     """
     again = (state.i & (state.i - 1) == 0) & (state.i < num_warmup)
-    state = _run_if(again, lambda s: restart(s, problem, settings), state)
-    return _run_if(~again, lambda s: refresh(s, problem, settings), state)
+    state = run_if(again, lambda s: restart(s, problem, settings), state)
+    return run_if(~again, lambda s: refresh(s, problem, settings), state)
 
 
 def refresh(state: State, problem: Problem, settings: Settings) -> State:
@@ -1091,19 +1085,3 @@ def _solve(scale: Array, z: Array) -> Array:
 
 def _log_det(scale: Array) -> Array:
     return jnp.log(scale if scale.ndim == 1 else jnp.diag(scale)).sum()
-
-
-def _run_if(condition: Array, function: Callable[[Any], Any], operand: Any) -> Any:
-    """`function(operand)` if `condition`, else `operand`.
-
-    A loop of one or no turn: unlike `lax.cond`, it costs nothing under `vmap` when no chain
-    needs it.
-    """
-
-    def body(i: Array, value: Any) -> Any:
-        # depends on the turn: else XLA moves what does not change over the turns out of the loop,
-        # and runs it always
-        _, value = jax.lax.optimization_barrier((i, value))
-        return function(value)
-
-    return jax.lax.fori_loop(0, condition.astype(jnp.int32), body, operand)

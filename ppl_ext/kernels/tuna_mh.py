@@ -48,6 +48,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ppl_ext.kernels.chain import Resumable, run_if
 from ppl_ext.kernels.minibatch import (
     Problem,
     Proposal,
@@ -55,7 +56,6 @@ from ppl_ext.kernels.minibatch import (
     log_proposal,
     make_table,
     proposed,
-    run_if,
     truncated,
 )
 from ppl_ext.kernels.proximal_imh import minimise
@@ -170,16 +170,10 @@ class _Fields(NamedTuple):
     rng_key: Array
 
 
-class State(_Fields):
+class State(Resumable, _Fields):
     """Chain state. Field names are those that NumPyro and ArviZ know."""
 
     __slots__ = ()
-
-    def _replace(self, **changes: Any) -> State:
-        # MCMC resumes a chain by replacing its key, perhaps with new data
-        if set(changes) == {"rng_key"}:
-            changes["stale"] = jnp.ones_like(self.stale)
-        return super()._replace(**changes)
 
     @property
     def step_size(self) -> Array:

@@ -46,6 +46,7 @@ from jax.scipy.linalg import solve_triangular
 from scipy import special
 
 from ppl_ext.arguments import argument_error, check_choice, check_count, check_positive
+from ppl_ext.kernels.chain import Resumable, run_if
 from ppl_ext.kernels.uld_integrators import INTEGRATORS, Integrator, Noise, Phase, System
 from ppl_ext.target import Array, PyTree, Target
 
@@ -202,17 +203,10 @@ class _Fields(NamedTuple):
     rng_key: Array
 
 
-class State(_Fields):
+class State(Resumable, _Fields):
     """Chain state. Field names are those that NumPyro and ArviZ know."""
 
     __slots__ = ()
-
-    def _replace(self, **changes: Any) -> State:
-        # MCMC resumes a chain by replacing its key, perhaps with new data: nothing cached
-        # about the old data may survive that
-        if set(changes) == {"rng_key"}:
-            changes["stale"] = jnp.ones_like(self.stale)
-        return super()._replace(**changes)
 
     @property
     def unconstrained_z(self) -> PyTree:
@@ -296,7 +290,7 @@ class _Tally(NamedTuple):
 
 def step(state: State, target: Target, settings: Settings, num_warmup: int) -> State:
     """One draw: several integrator steps, then adaptation while `i < num_warmup`."""
-    state = _run_if(state.stale, lambda s: refresh(s, target), state)
+    state = run_if(state.stale, lambda s: refresh(s, target), state)
     key, key_steps, key_velocity = jax.random.split(state.rng_key, 3)
     warming = state.i < num_warmup
     adapt, spec, adjust = state.adapt_state, settings.spec, settings.adjust
@@ -399,7 +393,7 @@ def step(state: State, target: Target, settings: Settings, num_warmup: int) -> S
         stale=state.stale,
         rng_key=key,
     )
-    return _run_if(warming, lambda s: _adapt(s, phase, target, prior, settings, num_warmup), new)
+    return run_if(warming, lambda s: _adapt(s, phase, target, prior, settings, num_warmup), new)
 
 
 def gaussian_prior(target: Target, settings: Settings, like: Array) -> tuple[Array, Array]:
@@ -556,13 +550,13 @@ def _adapt(
     adapt = _update_log_step(adapt, state, settings)
     # correlations seen on the way from the start mislead; scales do not
     with_correlations = state.i > 0.3 * num_warmup
-    adapt = _run_if(update_metric, lambda a: _update_metric(a, with_correlations), adapt)
-    adapt = _run_if(
+    adapt = run_if(update_metric, lambda a: _update_metric(a, with_correlations), adapt)
+    adapt = run_if(
         products > 0,
         lambda a: _update_curvature(a, phase.x, target, prior, settings, products),
         adapt,
     )
-    adapt = _run_if(update_metric, lambda a: _restart_step(a, settings, prior), adapt)
+    adapt = run_if(update_metric, lambda a: _restart_step(a, settings, prior), adapt)
     adapt = _check_stein(adapt, phase, state.i, settings, num_warmup)
     return state._replace(adapt_state=_set_step(adapt, settings, prior))
 
@@ -838,14 +832,3 @@ def _times(scale: Array, v: Array) -> Array:
 
 def _transposed_times(scale: Array, g: Array) -> Array:
     return scale.T @ g if scale.ndim == 2 else scale * g
-
-
-def _run_if(condition: Array, function: Callable[[Any], Any], operand: Any) -> Any:
-    """`function(operand)` if `condition`, else `operand`.
-
-    A loop of one or no turn: unlike `lax.cond`, it costs nothing under `vmap` when no chain
-    needs it.
-    """
-    return jax.lax.fori_loop(
-        0, condition.astype(jnp.int32), lambda _, value: function(value), operand
-    )

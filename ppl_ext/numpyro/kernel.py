@@ -29,7 +29,8 @@ from ppl_ext.target import Array, PyTree, Target, potential_target
 class Kernel(MCMCKernel):
     """Adaptor between an algorithm on a `Target` and NumPyro's drivers.
 
-    A subclass implements `_init`, `_step` and `_refresh` for one chain. Data reach them through the
+    A subclass implements `_init` (or, for all chains at once, `_init_chains`), `_step` and
+    `_refresh` for one chain. Data reach them through the
     target, which is bound anew at each call, so that no data set is remembered.
     """
 
@@ -61,9 +62,9 @@ class Kernel(MCMCKernel):
 
     # --- the algorithm -----------------------------------------------------------------------
 
-    @abstractmethod
     def _init(self, rng_key: Array, z: PyTree, target: Any) -> Any:
         """State of one chain at the unconstrained sites `z`."""
+        raise NotImplementedError("a kernel has `_init` or its own `_init_chains`")
 
     @abstractmethod
     def _step(self, state: Any, target: Any) -> Any:

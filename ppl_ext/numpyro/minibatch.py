@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -118,9 +119,9 @@ class MinibatchKernel(Kernel):
     def _name(self) -> str:
         return type(self).__name__
 
+    @abstractmethod
     def _make_bounds(self, target: Target, plate: str, size: int, z: Array) -> Bounds:
         """Constants of the algorithm's bound from the distributions of the model."""
-        raise NotImplementedError
 
     # --- data -----------------------------------------------------------------------------------
 
@@ -228,14 +229,13 @@ class MinibatchKernel(Kernel):
 
         return (jax.vmap(chain) if batched else chain)(rng_key, z)
 
+    @abstractmethod
     def _find_fit(self, start: Array, problem: Problem) -> Any:
-        raise NotImplementedError
+        """What is found once for all chains."""
 
+    @abstractmethod
     def _start_chain(self, key: Array, x: Array | None, problem: Problem, fit: Any) -> Any:
-        raise NotImplementedError
-
-    def _init(self, rng_key: Array, z: PyTree, target: Problem) -> Any:
-        raise NotImplementedError  # `_init_chains` does it for all chains
+        """State of one chain at `x`, or where the kernel likes to start."""
 
     def _check_start(self, state: Any, model_args: tuple, model_kwargs: dict[str, Any]) -> None:
         fit, target = state.fit, self._target

@@ -308,9 +308,6 @@ class ProximalIMH(Kernel):
         self._settings = replace(self._settings, correction=correction, latent_site=site)
         return replace(bound.settings, correction=correction, latent_site=site)
 
-    def _init(self, rng_key: Array, z: PyTree, bound: _Bound) -> imh.State:
-        raise NotImplementedError  # `_init_chains` does it for all chains
-
     def wrap_model(self, wrapper: Callable[[Callable], Callable]) -> ProximalIMH:
         kernel = super().wrap_model(wrapper)
         assert isinstance(kernel, ProximalIMH)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -222,23 +222,28 @@ def _unconstrain(model: Callable, values: PyTree, *args: Any, **kwargs: Any) -> 
     return unconstrain_fn(model, args, kwargs, values)
 
 
+def _with_unknown_values(
+    model: Callable, latent: Iterable[Site], args: tuple, kwargs: dict
+) -> dict[str, Any]:
+    """Messages of a replay with NaN for every latent value.
+
+    A parameter that depends on one of them comes out as NaN.
+    """
+    unknown = {site.name: jnp.full(site.shape, jnp.nan) for site in latent}
+    with validation_enabled(False):
+        seeded = seed(substitute(model, data=unknown), jax.random.key(0))
+        return trace(seeded).get_trace(*args, **kwargs)
+
+
 def _gaussian_prior(
     model: Callable, sites: tuple[Site, ...], *args: Any, **kwargs: Any
 ) -> tuple[dict[str, Array], dict[str, Array]]:
-    """Means and precisions of the sites whose prior is normal with constant parameters.
-
-    The model is replayed with NaN for every latent value: a parameter that depends on one of them
-    comes out as NaN.
-    """
+    """Means and precisions of the sites whose prior is normal with constant parameters."""
     latent = [site for site in sites if site.unconstrained_shape is not None]
 
     @jax.jit  # so that the likelihood, which is not needed, is removed and not run
     def replay() -> tuple[dict[str, Array], dict[str, Array]]:
-        unknown = {site.name: jnp.full(site.shape, jnp.nan) for site in latent}
-        with validation_enabled(False):
-            messages = trace(seed(substitute(model, data=unknown), jax.random.key(0))).get_trace(
-                *args, **kwargs
-            )
+        messages = _with_unknown_values(model, latent, args, kwargs)
         means, precisions = {}, {}
         for site in latent:
             message = messages[site.name]
@@ -308,11 +313,7 @@ def _prior_covariance(model: Callable, sites: tuple[Site, ...], *args: Any, **kw
 
     @jax.jit  # so that the likelihood, which is not needed, is removed and not run
     def replay() -> Array:
-        unknown = {name: jnp.full(site.shape, jnp.nan) for name, site in latent.items()}
-        with validation_enabled(False):
-            known = trace(seed(substitute(model, data=unknown), jax.random.key(0))).get_trace(
-                *args, **kwargs
-            )
+        known = _with_unknown_values(model, latent.values(), args, kwargs)
         draws = jax.vmap(lambda key: _prior_draw(model, key, *args, **kwargs))(
             jax.random.split(jax.random.key(0), _PRIOR_DRAWS)
         )

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from ppl_ext.errors import MismatchError, TracingError
+from ppl_ext.pyro.black_box import NAME as BLACK_BOX
 from ppl_ext.pyro.operations import Result
 from ppl_ext.pyro.program import (
     Constant,
@@ -134,7 +135,7 @@ def compare_values(
             error = _relative_error([np.asarray(found[name])], [wanted], 1.0)
             if error > PROGRAM_TOLERANCE[str(np.asarray(found[name]).dtype)]:
                 # a black box has no gradient to compare
-                if not any(o.name == "ppl_ext.black_box" for o in recording.program.operations):
+                if not any(o.name == BLACK_BOX for o in recording.program.operations):
                     name_difference(recording, point)
                     if error <= GROSS:
                         continue

@@ -347,12 +347,7 @@ class Posterior:
 
         They are those that come out the same at two points.
         """
-        points = (self.start, {name: z + 0.3 for name, z in self.start.items()})
-        with torch.no_grad():
-            here, there = (
-                self._conditioned({name: t.inv(z[name]) for name, t in self.transforms.items()})
-                for z in points
-            )
+        here, there = self._at_two_points()
         means, precisions = {}, {}
         for name, z in self.start.items():
             node, normal = here.nodes[name], _unwrapped(here.nodes[name]["fn"])
@@ -414,12 +409,7 @@ class Posterior:
 
         Parameters of priors are constant when they come out the same at two points.
         """
-        points = (self.start, {name: z + 0.3 for name, z in self.start.items()})
-        with torch.no_grad():
-            here, there = (
-                self._conditioned({name: t.inv(z[name]) for name, t in self.transforms.items()})
-                for z in points
-            )
+        here, there = self._at_two_points()
         blocks: dict[str, torch.Tensor] = {}
         for name, z in self.start.items():
             exact = _normal_covariance(here.nodes[name]["fn"], z.shape)
@@ -437,6 +427,15 @@ class Posterior:
                 other = spread if block.ndim == 1 else spread.diag()
                 blocks[name] = torch.where(block.isnan(), other, block)
         return _block_diagonal([blocks[name] for name in sorted(blocks)]).cpu().numpy()
+
+    def _at_two_points(self) -> list[Any]:
+        """Traces at two points: parameters that do not differ are taken for constant."""
+        points = (self.start, {name: z + 0.3 for name, z in self.start.items()})
+        with torch.no_grad():
+            return [
+                self._conditioned({name: t.inv(z[name]) for name, t in self.transforms.items()})
+                for z in points
+            ]
 
     def _conditioned(self, values: Tensors) -> Any:
         model = poutine.condition(self.model, values)
