@@ -290,7 +290,7 @@ class Member:
     """One pair of a product, with the rows that it observes and its base distribution."""
 
     pair: Any
-    rows: Rows  # each leaf (n, D) or (1, D)
+    rows: Rows  # "y" of shape (n, D); other leaves (n, D) or with ones in place of n or D
     prior: Prior
 
 
@@ -312,14 +312,17 @@ class Product:
     def statistics(self, start: Array | int, size: int) -> Array:
         """T of the points start ... start + size - 1: shape (size, p)."""
 
-        def piece(leaf: Array) -> Array:
-            if leaf.shape[0] == 1:
-                return jnp.broadcast_to(leaf, (size, *leaf.shape[1:]))
-            return jax.lax.dynamic_slice_in_dim(leaf, start, size)
+        def piece(rows: Rows) -> Rows:
+            slices = {
+                name: leaf
+                if leaf.shape[0] == 1
+                else jax.lax.dynamic_slice_in_dim(leaf, start, size)
+                for name, leaf in rows.items()
+            }
+            shape = (size, rows["y"].shape[1])
+            return {name: jnp.broadcast_to(leaf, shape) for name, leaf in slices.items()}
 
-        return jnp.concatenate(
-            [m.pair.statistics({k: piece(v) for k, v in m.rows.items()}) for m in self.members], -1
-        )
+        return jnp.concatenate([m.pair.statistics(piece(m.rows)) for m in self.members], -1)
 
     def natural(self, atom: tuple[Atom, ...]) -> Array:
         return jnp.concatenate([m.pair.natural(a) for m, a in zip(self.members, atom, strict=True)])
@@ -346,10 +349,11 @@ class Product:
 
     @property
     def _sizes(self) -> list[int]:
-        return [
-            jax.eval_shape(m.pair.statistics, {k: v[:1] for k, v in m.rows.items()}).shape[-1]
-            for m in self.members
-        ]
+        sizes = []
+        for m in self.members:
+            one = jax.ShapeDtypeStruct((1, m.rows["y"].shape[1]), m.rows["y"].dtype)
+            sizes.append(jax.eval_shape(m.pair.statistics, dict.fromkeys(m.rows, one)).shape[-1])
+        return sizes
 
     def _parts(self, total: Array) -> list[Array]:
         parts, start = [], 0

@@ -153,7 +153,7 @@ def init(key: Array, mixture: Mixture, settings: Settings) -> State:
         labels = _start_of_product(key_start, mixture.atoms, settings)
     else:
         labels = _start_of_gradient(key_start, mixture.atoms, n)
-    counts = _counts(labels, settings)
+    counts = count(labels, settings.capacity)
     # large clusters first: a likely order of the sticks
     labels = _inverse(jnp.argsort(-counts))[labels].astype(jnp.int32)
     counts = jnp.sort(counts, descending=True)
@@ -203,7 +203,7 @@ def step(state: State, mixture: Mixture, settings: Settings, num_warmup: int = 0
         assert mixture.concentration is not None
         alpha = jnp.asarray(mixture.concentration, dtype)
     discount = mixture.discount
-    counts = _counts(labels, settings)
+    counts = count(labels, settings.capacity)
     if settings.method == "posterior":
         if settings.split_merge and mixture.num_points > 1:
             assert isinstance(mixture.atoms, Product)
@@ -263,7 +263,7 @@ def step(state: State, mixture: Mixture, settings: Settings, num_warmup: int = 0
         predicted = jnp.where(room > 0, 1 + alpha * room, 0.0).astype(dtype)
 
     overflow = state.overflow | overflow | no_slot
-    counts = _counts(labels, settings)
+    counts = count(labels, settings.capacity)
     if settings.method == "posterior":
         order = jnp.argsort(counts == 0, stable=True)
         labels = _inverse(order)[labels].astype(jnp.int32)
@@ -776,7 +776,7 @@ def _split_merge(
     new = jnp.where(same, split, joined)
     labels = jnp.where(accept, new, labels).astype(jnp.int32)
     full = accept & same & (clusters >= settings.capacity)
-    return labels, _counts(labels, settings), accept.astype(jnp.int32), full
+    return labels, count(labels, settings.capacity), accept.astype(jnp.int32), full
 
 
 # --- start -----------------------------------------------------------------------------------
@@ -830,6 +830,11 @@ def _start_of_gradient(key: Array, atoms: Gradient, n: int) -> Array:
 # --- pieces ----------------------------------------------------------------------------------
 
 
+def count(labels: Array, capacity: int) -> Array:
+    """Points of each slot, (capacity,) int32; labels of -1 are nobody's."""
+    return jax.ops.segment_sum(jnp.ones(labels.shape, jnp.int32), labels, capacity)
+
+
 def exponential(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
     """Exp(1) from 32 random bits: minus the log of a float32 uniform stops at 15.9."""
     bits = random.bits(key, shape, "uint32").astype(dtype)
@@ -850,12 +855,6 @@ def _log_beta(keys: Array, a: Array, b: Array, dtype: Any) -> tuple[Array, Array
 
 def _slot_keys(key: Array, capacity: int) -> Array:
     return jax.vmap(lambda slot: random.fold_in(key, slot))(jnp.arange(capacity))
-
-
-def _counts(labels: Array, settings: Settings) -> Array:
-    """Points of each slot, (capacity,) int32; labels of -1 are nobody's."""
-    ones = jnp.ones(labels.shape, jnp.int32)
-    return jax.ops.segment_sum(ones, labels, settings.capacity)
 
 
 def _inverse(order: Array) -> Array:
