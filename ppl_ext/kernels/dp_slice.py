@@ -45,7 +45,7 @@ import jax.numpy as jnp
 from jax import lax, random
 from jax.scipy.special import gammaln
 
-from ppl_ext.kernels.conjugate import Product
+from ppl_ext.kernels.conjugate import Product, log_gamma
 from ppl_ext.target import Array, PyTree
 
 Method = Literal["posterior", "kgw", "kgw_independent"]
@@ -147,7 +147,7 @@ class State(NamedTuple):
 
 def init(key: Array, mixture: Mixture, settings: Settings) -> State:
     """Clusters around points that those found before explain badly, in the manner of k-means++."""
-    key, key_start, key_atoms, key_alpha = random.split(key, 4)
+    key, key_start, key_atoms = random.split(key, 3)
     n, capacity = mixture.num_points, settings.capacity
     if isinstance(mixture.atoms, Product):
         labels = _start_of_product(key_start, mixture.atoms, settings)
@@ -166,8 +166,7 @@ def init(key: Array, mixture: Mixture, settings: Settings) -> State:
         assert mixture.concentration is not None
         alpha = jnp.asarray(mixture.concentration, dtype)
     else:
-        shape, rate = mixture.prior
-        alpha = (random.gamma(key_alpha, shape, dtype=dtype) / rate).astype(dtype)
+        alpha = (mixture.prior[0] / mixture.prior[1]).astype(dtype)
     zero, none = jnp.zeros((), dtype), jnp.zeros((), jnp.int32)
     clusters = jnp.sum(counts > 0).astype(jnp.int32)
     return State(
@@ -336,13 +335,11 @@ def _concentration_of_partition(
     key: Array, alpha: Array, clusters: Array, n: int, shape: Array, rate: Array
 ) -> Array:
     """Step 2. In logs: eta underflows when alpha is small, and alpha would become zero."""
-    key_a, key_n, key_gamma = random.split(key, 3)
     dtype = alpha.dtype
-    log_a = random.loggamma(key_a, alpha, dtype=dtype)
-    log_n = random.loggamma(key_n, jnp.array(n, dtype), dtype=dtype)
+    parameters = jnp.stack([alpha, jnp.array(n, dtype), (shape + clusters).astype(dtype)])
+    log_a, log_n, log_new = log_gamma(key, parameters)
     log_eta = log_a - jnp.logaddexp(log_a, log_n)
-    gamma = random.gamma(key_gamma, shape + clusters, dtype=dtype)
-    return (gamma / (rate - log_eta)).astype(dtype)
+    return (jnp.exp(log_new) / (rate - log_eta)).astype(dtype)
 
 
 def _concentration_of_sticks(
@@ -355,7 +352,7 @@ def _concentration_of_sticks(
     # the first sweep has no sticks of an earlier one
     total = _sum(jnp.where((k <= last) & jnp.isfinite(log_rest), log_rest, 0.0))
     dtype = state.concentration.dtype
-    draw = random.gamma(key, shape + last, dtype=dtype) / (rate - total)
+    draw = jnp.exp(log_gamma(key, (shape + last).astype(dtype))) / (rate - total)
     return jnp.where(state.i == 0, state.concentration, draw).astype(dtype)
 
 
@@ -385,20 +382,19 @@ def _weights_of_partition(
     d = jnp.zeros((), dtype) if discount is None else discount
     occupied = counts > 0
     sizes = jnp.where(occupied, counts.astype(dtype) - d, 1.0)
-    draw = jax.vmap(lambda key, a: random.loggamma(key, a, dtype=dtype))
-    log_gamma = jnp.where(occupied, draw(_slot_keys(key_weights, capacity), sizes), -jnp.inf)
-    rest = random.loggamma(
-        random.fold_in(key_weights, 2**31 - 1), alpha + clusters * d, dtype=dtype
-    )
-    largest = jnp.maximum(jnp.max(log_gamma), rest)
-    total = largest + jnp.log(_sum(jnp.exp(log_gamma - largest)) + jnp.exp(rest - largest))
+    # one more key for the rest, which more slots do not move
+    keys = _slot_keys(key_weights, capacity + 1, first=-1)
+    log_mass = jax.vmap(log_gamma)(keys, jnp.append(alpha + clusters * d, sizes))
+    rest, log_mass = log_mass[0], jnp.where(occupied, log_mass[1:], -jnp.inf)
+    largest = jnp.maximum(jnp.max(log_mass), rest)
+    total = largest + jnp.log(_sum(jnp.exp(log_mass - largest)) + jnp.exp(rest - largest))
     leftover = rest - total
     j = jnp.arange(capacity) - clusters + 1
     log_v, log_rest = _sticks(key_sticks, jnp.maximum(j, 1), alpha + clusters * d, discount, dtype)
     log_rest = jnp.where(occupied, 0.0, log_rest)
     mass = leftover + _cumsum(log_rest)
     before = jnp.concatenate([leftover[None], mass[:-1]])
-    log_weights = jnp.where(occupied, log_gamma - total, before + log_v)
+    log_weights = jnp.where(occupied, log_mass - total, before + log_v)
     return log_weights, jnp.where(occupied, jnp.inf, before), leftover, mass[-1]
 
 
@@ -682,11 +678,12 @@ def _split_merge(
     """Split the cluster of two random points, or merge their clusters; all points at once.
 
     Of the clusters' other points S, a fair coin and `LAUNCH_SCANS` scans make a launch split; each
-    scan draws (omega, theta_a, theta_b) given the split before, then all of S independently with
+    scan draws theta_a and theta_b given the split before, which has a share omega of the points on
+    side a, then all of S independently with
 
         p_m = omega f(y_m | theta_a) / (omega f(y_m | theta_a) + (1 - omega) f(y_m | theta_b))
 
-    A last draw of (omega, theta_a, theta_b) gives the proposal of a split, z ~ prod Bernoulli(p_m);
+    One more such draw gives the proposal of a split, z ~ prod Bernoulli(p_m);
     for a merge, q is the same product at the split that is there. The launch does not look at that
     split, so that given the launch both moves are each other's reverse:
 
@@ -695,31 +692,32 @@ def _split_merge(
     with the atoms integrated out of p.
     """
     n, dtype = labels.shape[0], alpha.dtype
-    keys = random.split(key, LAUNCH_SCANS + 4)
-    i = random.randint(keys[0], (), 0, n)
-    j = (i + random.randint(keys[1], (), 1, n)) % n
+    key_i, key_j, key_scans, key_accept = random.split(key, 4)
+    i = random.randint(key_i, (), 0, n)
+    j = (i + random.randint(key_j, (), 1, n)) % n
     label_i, label_j = labels[i], labels[j]
     same = label_i == label_j
     chunk = min(settings.chunk, n)
-    size = atoms.size
 
-    def scan(key: Array, log_odds: Callable[[Array], Array], final: bool) -> Any:
-        """Sides of all points of the two clusters, with the sums of both sides and log q."""
+    def scan(t: Array, carry: Any) -> Any:
+        """Sides of the points, sums of both sides, log q; then the odds for the next scan."""
+        sides, (difference, prior), *_ = carry
+        key_scan, key_atoms = random.split(random.fold_in(key_scans, t))
+        last = t == LAUNCH_SCANS + 1
 
         def one(start: Array, fresh: Array, carry: Any) -> Any:
             sides, totals, sizes, log_q = carry
             index = start + jnp.arange(chunk)
             here = lax.dynamic_slice_in_dim(labels, start, chunk)
             rows = atoms.statistics(start, chunk)
-            logits = log_odds(rows)
-            noise = random.logistic(random.fold_in(key, start), (chunk,), dtype)
+            logits = jnp.matmul(rows, difference, precision="highest") + prior
+            noise = random.logistic(random.fold_in(key_scan, start), (chunk,), dtype)
             side = logits + noise > 0
-            if final:
-                side = jnp.where(same, side, here == label_i)
+            side = jnp.where(last & ~same, here == label_i, side)
             side = (side | (index == i)) & (index != j)
             inside = fresh & ((here == label_i) | (here == label_j))
             free = inside & (index != i) & (index != j)
-            log_p = jnp.where(side, jax.nn.log_sigmoid(logits), jax.nn.log_sigmoid(-logits))
+            log_p = jax.nn.log_sigmoid(jnp.where(side, logits, -logits))
             log_q += jnp.sum(jnp.where(free, log_p, 0.0))
             members = jnp.stack([inside & side, inside & ~side])
             totals += jnp.matmul(members.astype(rows.dtype), rows, precision="highest")
@@ -728,27 +726,19 @@ def _split_merge(
             sides = lax.dynamic_update_slice_in_dim(sides, jnp.where(fresh, side, old), start, 0)
             return sides, totals, sizes, log_q
 
-        start = (
-            jnp.zeros(n, bool),
-            jnp.zeros((2, size), dtype),
-            jnp.zeros(2, jnp.int32),
-            jnp.zeros((), dtype),
+        sides, totals, sizes, log_q = _over_chunks(n, chunk, one, (sides, *nothing))
+        eta = jax.vmap(lambda key, s: atoms.natural(atoms.draw(key, s)))(
+            random.split(key_atoms), totals
         )
-        return _over_chunks(n, chunk, one, start)
+        log_sizes = jnp.log(sizes.astype(dtype))
+        odds = eta[0] - eta[1], log_sizes[0] - log_sizes[1]
+        return sides, odds, totals, sizes, log_q
 
-    def odds(key: Array, totals: Array, sizes: Array) -> Callable[[Array], Array]:
-        key_omega, key_atoms = random.split(key)
-        two = jax.vmap(atoms.draw)(random.split(key_atoms), totals)
-        eta = jax.vmap(atoms.natural)(two)
-        log_gamma = random.loggamma(key_omega, sizes.astype(dtype), dtype=dtype)
-        difference, prior = eta[0] - eta[1], log_gamma[0] - log_gamma[1]
-        return lambda rows: jnp.matmul(rows, difference, precision="highest") + prior
-
-    _, totals, sizes, _ = scan(keys[2], lambda rows: jnp.zeros(rows.shape[0], dtype), False)
-    for t in range(LAUNCH_SCANS + 1):
-        key_draw, key_scan = random.split(keys[3 + t])
-        last = t == LAUNCH_SCANS
-        sides, totals, sizes, log_q = scan(key_scan, odds(key_draw, totals, sizes), last)
+    nothing = jnp.zeros((2, atoms.size), dtype), jnp.zeros(2, jnp.int32), jnp.zeros((), dtype)
+    coin = jnp.zeros(atoms.size, dtype), jnp.zeros((), dtype)
+    sides, _, totals, sizes, log_q = lax.fori_loop(
+        0, LAUNCH_SCANS + 2, scan, (jnp.zeros(n, bool), coin, *nothing)
+    )
 
     clusters = jnp.sum(counts > 0).astype(jnp.int32)
     merged = jnp.where(same, clusters, clusters - 1)
@@ -766,7 +756,7 @@ def _split_merge(
         - log_q
     )
     log_ratio = jnp.where(same, log_ratio, -log_ratio)
-    accept = jnp.log(random.uniform(random.fold_in(key, n), dtype=dtype)) < log_ratio
+    accept = jnp.log(random.uniform(key_accept, dtype=dtype)) < log_ratio
 
     # clusters stay 0 ... H - 1: a new one comes last, and the last takes a merged one's place
     inside = (labels == label_i) | (labels == label_j)
@@ -844,17 +834,13 @@ def exponential(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
 def _log_beta(keys: Array, a: Array, b: Array, dtype: Any) -> tuple[Array, Array]:
     """log v and log(1 - v) of v ~ Beta(a, b), one for each key."""
 
-    def one(key: Array, a: Array, b: Array) -> tuple[Array, Array]:
-        log_a = random.loggamma(random.fold_in(key, 0), a, dtype=dtype)
-        log_b = random.loggamma(random.fold_in(key, 1), b, dtype=dtype)
-        total = jnp.logaddexp(log_a, log_b)
-        return log_a - total, log_b - total
-
-    return jax.vmap(one)(keys, a, b)
+    log_a, log_b = jax.vmap(log_gamma)(keys, jnp.stack([a, b], 1).astype(dtype)).T
+    total = jnp.logaddexp(log_a, log_b)
+    return log_a - total, log_b - total
 
 
-def _slot_keys(key: Array, capacity: int) -> Array:
-    return jax.vmap(lambda slot: random.fold_in(key, slot))(jnp.arange(capacity))
+def _slot_keys(key: Array, capacity: int, first: int = 0) -> Array:
+    return jax.vmap(lambda slot: random.fold_in(key, slot))(jnp.arange(first, first + capacity))
 
 
 def _inverse(order: Array) -> Array:

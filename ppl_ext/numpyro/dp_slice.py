@@ -9,7 +9,6 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import random
 from numpyro.infer import MCMC, NUTS
 from numpyro.infer.initialization import init_to_uniform
@@ -217,10 +216,10 @@ class DPSlice(Kernel):
         model_kwargs: dict[str, Any] | None,
     ) -> Any:
         assert self._model is not None and self._facts is not None
-        now = mx.look(self._model, model_args, model_kwargs or {}, self._atoms)
-        if now.num_points != self._facts.num_points:
+        n = mx.num_points(self._model, model_args, model_kwargs or {})
+        if n != self._facts.num_points:
             raise ValueError(
-                f"These data have {now.num_points} points, the run that is continued has "
+                f"These data have {n} points, the run that is continued has "
                 f"{self._facts.num_points}. Start a new MCMC object."
             )
         one = lambda state: function(state, (model_args, model_kwargs or {}))  # noqa: E731
@@ -251,7 +250,7 @@ class DPSlice(Kernel):
         assert facts is not None and settings is not None
         rng_key, key_sites, key_sweep, key_nuts = random.split(key, 4)
         # a draw of the prior, which NUTS replaces where it has a say
-        run = mx._run(facts.model, args, kwargs, {}, None, key_sites)
+        run = mx.run_model(facts.model, args, kwargs, {}, None, key_sites)
         values = {name: run.messages[name]["value"] for name in facts.global_sites}
         sweep = dp.init(key_sweep, facts.mixture(args, kwargs, values), settings)
         nuts: Any = ()
@@ -366,23 +365,23 @@ class DPSlice(Kernel):
     def _capacity_by_law(self, facts: mx.Facts, args: tuple, kwargs: dict) -> int:
         """Clusters of the prior and the overhead's law, each with six standard deviations.
 
-        log(leftover / min u) is about log n at most.
+        log(leftover / min u) is about log n at most. Concentration and discount are the largest of
+        the prior's draws.
         """
-        n, draws = facts.num_points, []
-        for i in range(20 if facts.concentration or facts.global_sites else 1):
-            run = mx._run(facts.model, args, kwargs, {}, None, random.key(i))
-            if not not_jax_tracer(jnp.asarray(run.process.concentration)):
-                return _MIN_CAPACITY
-            d = 0.0 if run.process.discount is None else run.process.discount
-            draws.append((float(run.process.concentration), float(d)))
-        alpha, d = np.max(np.array(draws), 0)
-        clusters = alpha * math.log1p(n / max(alpha, 1e-6)) if d == 0 else (alpha + 1) * n**d / d
+        n = facts.num_points
+        number = 500 if facts.concentration or facts.global_sites else 1
+        drawn = mx.process_draws(facts.model, args, kwargs, number)
+        if not not_jax_tracer(drawn[0]):
+            return _MAX_CAPACITY
+        alpha, d = (float(jnp.max(values)) for values in drawn)
+        clusters = alpha * math.log1p(n / max(alpha, 1e-6))
         overhead = 1 + alpha * math.log(n + 1)
-        if d:
-            overhead *= n ** (d / 2)
+        if facts.discount:
+            # n^d up to a factor, and a leftover that decays by a power
+            clusters, overhead = (alpha + 1) * n ** max(d, 0.1), overhead * n ** (d / 2)
         total = clusters + 6 * math.sqrt(clusters) + overhead + 6 * math.sqrt(overhead) + 8
-        slots = math.ceil(total / dp.BLOCK) * dp.BLOCK
-        return min(max(slots, _MIN_CAPACITY), _MAX_CAPACITY)
+        slots = math.ceil(min(total, _MAX_CAPACITY) / dp.BLOCK) * dp.BLOCK
+        return max(slots, _MIN_CAPACITY)
 
     # --- after a run -----------------------------------------------------------------------------
 

@@ -112,7 +112,7 @@ class Facts:
 
     def run(self, args: tuple, kwargs: dict, values: Sites, atoms: Sites | None = None) -> Run:
         """The model's messages at given sites, with atoms for each point (leaves (n, ...))."""
-        return _run(self.model, args, kwargs, values, atoms)
+        return run_model(self.model, args, kwargs, values, atoms)
 
     # --- what the kernel asks --------------------------------------------------------------------
 
@@ -229,9 +229,23 @@ class Run:
     atom: dict[str, Any]
 
 
-def _run(
-    model: Callable, args: tuple, kwargs: dict, values: Sites, atoms: Sites | None, key: Any = None
+def run_model(
+    model: Callable,
+    args: tuple,
+    kwargs: dict,
+    values: Sites | None = None,
+    atoms: Sites | None = None,
+    key: Any = None,
 ) -> Run:
+    """The messages of a model at given sites, the others drawn.
+
+    `atoms` are those of each point, leaves (n, ...); `None`: one draw of the base for all.
+
+    Raises
+    ------
+    UnsupportedModelError
+        When the model draws from no process, or more than once.
+    """
     key = random.key(0) if key is None else key
     calls: list[tuple[DirichletProcess, str, int, dict]] = []
 
@@ -247,7 +261,7 @@ def _run(
 
     with answering(answer), block():
         seeded = substitute(seed(model, key), substitute_fn=init_to_sample)
-        messages = trace(substitute(seeded, data=values)).get_trace(*args, **kwargs)
+        messages = trace(substitute(seeded, data=values or {})).get_trace(*args, **kwargs)
     if not calls:
         raise UnsupportedModelError(
             "DPSlice samples models with a ppl_ext.numpyro.DirichletProcess or PitmanYor; this one "
@@ -262,6 +276,24 @@ def _run(
     return Run(messages, *calls[0])
 
 
+def num_points(model: Callable, args: tuple, kwargs: dict) -> int:
+    """Size of the data plate, without running the model's operations."""
+    found: list[int] = []
+    jax.eval_shape(lambda: found.append(run_model(model, args, kwargs).num_points))
+    return found[0]
+
+
+def process_draws(model: Callable, args: tuple, kwargs: dict, number: int) -> tuple[Array, Array]:
+    """Concentration and discount in draws of the prior, shapes (number,)."""
+
+    def one(key: Array) -> tuple[Array, Array]:
+        process = run_model(model, args, kwargs, key=key).process
+        discount = 0.0 if process.discount is None else process.discount
+        return jnp.asarray(process.concentration, float), jnp.asarray(discount, float)
+
+    return jax.jit(jax.vmap(one))(random.split(random.key(0), number))
+
+
 def look(model: Callable, args: tuple, kwargs: dict, atoms: str = "auto") -> Facts:
     """Static facts of a model.
 
@@ -272,7 +304,7 @@ def look(model: Callable, args: tuple, kwargs: dict, atoms: str = "auto") -> Fac
         atoms outside of the data plate; with `atoms="conjugate"`, when no pairs cover the atom.
     """
     with validation_enabled(False):
-        runs = [_run(model, args, kwargs, {}, None, random.key(i)) for i in range(_PROBES)]
+        runs = [run_model(model, args, kwargs, {}, None, random.key(i)) for i in range(_PROBES)]
         first = runs[0]
         latent = {
             name: m
@@ -320,7 +352,7 @@ def _in_plate(message: Any, plate: str) -> bool:
 def _check_plates(model: Callable, args: tuple, kwargs: dict, run: Run) -> None:
     """The atoms must show in the data plate only, where points are independent."""
     shown = {n: m["value"] for n, m in run.messages.items() if m["type"] == "sample"}
-    other = _run(model, args, kwargs, shown, None, random.key(_PROBES))
+    other = run_model(model, args, kwargs, shown, None, random.key(_PROBES))
     for name, message in run.messages.items():
         if message["type"] != "sample" or _in_plate(message, run.plate):
             continue
@@ -355,7 +387,7 @@ def _gamma_concentration(model: Callable, args: tuple, kwargs: dict, runs: list[
     shown[name] = shown[name] + 1.0
     n = run.num_points
     each = {k: jnp.broadcast_to(v, (n, *jnp.shape(v))) for k, v in atoms.items()}
-    other = _run(model, args, kwargs, shown, each)
+    other = run_model(model, args, kwargs, shown, each)
     for site, message in run.messages.items():
         if message["type"] != "sample" or site == name:
             continue
