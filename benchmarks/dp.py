@@ -175,12 +175,14 @@ def together_by_draws(samples: Any, y: Any, pairs: np.ndarray) -> np.ndarray:
     return np.asarray(jax.lax.map(lambda s: one(*s), (samples["v"], samples["mu"]))).mean(0)
 
 
-SECTIONS = {"time": speed, "overhead": overhead, "peers": peers}
-
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("sections", nargs="*", default=list(SECTIONS), choices=list(SECTIONS))
+    parts = {"time": speed, "overhead": overhead, "peers": peers}
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("part", nargs="?", choices=parts)
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
     options = parser.parse_args()
-    for name in options.sections:
-        SECTIONS[name](options.quick)
+    for name, part in parts.items():
+        if options.part in (None, name):
+            part(options.quick)

@@ -301,7 +301,9 @@ def _restaurant(key: Array, n: int, concentration: Any, discount: Any) -> Array:
 def _substituted(name: str) -> Any:
     """The value that a `substitute` or `condition` around gives to a site, or None."""
     message: Any = {"type": "sample", "name": name, "value": None, "is_observed": False}
-    message |= {"fn": None, "args": (), "kwargs": {}, "infer": {}, "cond_indep_stack": []}
+    # strategies for starting values leave discrete sites alone
+    fn = Partition(1, 1.0)
+    message |= {"fn": fn, "args": (), "kwargs": {}, "infer": {}, "cond_indep_stack": []}
     for handler in reversed(_PYRO_STACK):
         if isinstance(handler, (substitute, condition)) and message["value"] is None:
             handler.process_message(message)

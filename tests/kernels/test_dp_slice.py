@@ -157,7 +157,7 @@ def test_enumeration_is_that_of_the_file(alpha):
     )
 
 
-@pytest.mark.parametrize("split_merge", [0, 3])
+@pytest.mark.parametrize("split_merge", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_a_sweep_of_the_partition_keeps_the_posterior(split_merge):
     """From exact draws, three concentrations; |z| < 4.5 over 45 numbers: 3e-4 false alarms each.
 
@@ -179,6 +179,7 @@ def test_a_sweep_of_the_partition_keeps_the_posterior(split_merge):
         assert 0.2 < after.num_accepted.mean() < 3
 
 
+@pytest.mark.slow
 def test_pitman_yor_keeps_the_posterior_and_is_the_dirichlet_process_at_zero():
     run, start = sweeps("posterior", 2, 2, discount=True, capacity=128)
     for d in (0.0, 0.1):
@@ -189,6 +190,7 @@ def test_pitman_yor_keeps_the_posterior_and_is_the_dirichlet_process_at_zero():
         assert largest_z(np.asarray(after.labels)[fine], probability) < 4.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["kgw", "kgw_independent"])
 def test_a_sweep_in_stick_order_keeps_the_posterior(method):
     run, start = sweeps(method, 0, 2, discount=True, capacity=128)
@@ -306,6 +308,7 @@ def test_known_mistakes_are_seen(broken, monkeypatch):
     assert largest_z(after.labels, probability) > 6
 
 
+@pytest.mark.slow
 def test_more_slots_give_the_same_chain():
     chains = []
     for capacity in (64, 128):

@@ -130,7 +130,15 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        case
+        if case in ("masked numbers", "poisson")
+        else pytest.param(case, marks=pytest.mark.slow)
+        for case in CASES
+    ],
+)
 def test_conjugate_pairs_are_found_and_have_the_likelihood_of_the_model(case):
     base, likelihood, y, pair = CASES[case]
     model, args = mixture(base, likelihood, y)
