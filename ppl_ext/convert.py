@@ -50,7 +50,8 @@ def to_arviz(mcmc: Any, *, log_likelihood: bool = False, **kwargs: Any) -> Any:
     Warns
     -----
     UserWarning
-        When every draw of a chain diverged: the chain stands still.
+        When every draw of a chain diverged: the chain stands still. When a bound of a minibatch
+        kernel was violated.
 
     Examples
     --------
@@ -83,6 +84,13 @@ def to_arviz(mcmc: Any, *, log_likelihood: bool = False, **kwargs: Any) -> Any:
         warnings.warn(
             f"Every draw of chains {stuck.tolist()} diverged, so that they stand still. Call "
             "`mcmc.warmup` again after a change of data, or look at the model there.",
+            stacklevel=2,
+        )
+    violations = int(np.max(fields.get("num_violations", 0)))
+    if violations:
+        warnings.warn(
+            f"A bound was violated {violations} times, so that the draws are not exact: correct "
+            "`bounds` or the rule (`num_violations` in `sample_stats`).",
             stacklevel=2,
         )
     with warnings.catch_warnings():

@@ -65,6 +65,8 @@ class Entry:
         then leave out those with a model of theirs.
     remark : callable, optional
         `remark(target)`: how the kernel would sample a model that it takes, for `explain`.
+    minibatch : bool
+        Whether the kernel draws data from a plate, which its models must have.
     """
 
     name: str
@@ -80,6 +82,7 @@ class Entry:
     potential_fn: bool = True
     own_models: bool = False
     remark: Callable[[Target], str | None] | None = None
+    minibatch: bool = False
 
 
 @cache

@@ -98,6 +98,15 @@ class Target:
     log_prior : callable, optional
         `log_prior(z, *args, **kwargs)`: log density of the unconstrained `z` under the prior alone,
         with the Jacobian and without factors.
+    log_base : callable, optional
+        `log_base(z, plate, *args, **kwargs)`: log density of the unconstrained `z`, Jacobian
+        included, without the observed sites and factors inside the plate of this name.
+    log_likelihood_terms : callable, optional
+        `log_likelihood_terms(z, plate, indices, *args, **kwargs)`: log likelihood of each datum of
+        the plate in `indices`, shape (k,), without the scale of a minibatch.
+    observed : callable, optional
+        `observed(z, plate, indices, *args, **kwargs)`: the observed sites inside the plate by name,
+        each with its distribution and values at the `indices`.
     """
 
     language: str
@@ -113,6 +122,9 @@ class Target:
     prior_draw: Callable[..., PyTree] | None = None
     log_prior: Callable[..., Array] | None = None
     process: str | None = None
+    log_base: Callable[..., Array] | None = None
+    log_likelihood_terms: Callable[..., Array] | None = None
+    observed: Callable[..., dict[str, Any]] | None = None
 
     @property
     def size(self) -> int:
@@ -176,10 +188,17 @@ class Target:
             and partial(self.prior_covariance, *args, **kwargs),
             prior_draw=self.prior_draw and _bound(self.prior_draw, args, kwargs),
             log_prior=self.log_prior and _bound(self.log_prior, args, kwargs),
+            log_base=self.log_base and _bound(self.log_base, args, kwargs),
+            log_likelihood_terms=self.log_likelihood_terms
+            and _bound(self.log_likelihood_terms, args, kwargs),
+            observed=self.observed and _bound(self.observed, args, kwargs),
         )
 
-    def refusal_of_continuous_kernel(self, kernel: str) -> str | None:
-        """Why a kernel that moves all continuous sites with full data cannot take this model."""
+    def refusal_of_continuous_kernel(self, kernel: str, minibatch: bool = False) -> str | None:
+        """Why a kernel that moves all continuous sites cannot take this model.
+
+        With `minibatch` plates may be subsampled.
+        """
         pyro = self.language == "pyro"
         for site in self.latent:
             if site.discrete:
@@ -207,8 +226,13 @@ class Target:
                     "circular support use numpyro.infer.reparam.CircularReparam."
                 )
         for plate in self.plates:
-            if plate.subsampled:
-                other = "" if pyro else ", or use a minibatch kernel such as numpyro.infer.HMCECS"
+            if plate.subsampled and not minibatch:
+                other = (
+                    ""
+                    if pyro
+                    else ", or use a minibatch kernel: ppl_ext.numpyro.TunaMH (exact) or "
+                    "numpyro.infer.HMCECS"
+                )
                 return (
                     f"{kernel} evaluates all data, but plate '{plate.name}' draws "
                     f"{plate.subsample_size} of {plate.size} at random. Drop "
@@ -278,8 +302,8 @@ def potential_target(potential_fn: Callable[[PyTree], Array], z: PyTree) -> Targ
     )
 
 
-def _bound(function: Callable[..., Any], args: tuple, kwargs: dict) -> Callable[[Any], Any]:
-    return lambda position: function(position, *args, **kwargs)
+def _bound(function: Callable[..., Any], args: tuple, kwargs: dict) -> Callable[..., Any]:
+    return lambda *position: function(*position, *args, **kwargs)
 
 
 def _ignore_data(function: Callable[[PyTree], Array], z: PyTree, *_: Any, **__: Any) -> Array:

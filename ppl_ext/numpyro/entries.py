@@ -10,7 +10,9 @@ import numpyro.distributions as dist
 
 from ppl_ext.numpyro.dirichlet_process import DirichletProcess
 from ppl_ext.numpyro.dp_slice import DPSlice
+from ppl_ext.numpyro.minibatch import refusal
 from ppl_ext.numpyro.proximal_imh import ProximalIMH
+from ppl_ext.numpyro.tuna_mh import TunaMH
 from ppl_ext.numpyro.uld import ULD
 from ppl_ext.registry import Entry, Example
 
@@ -33,6 +35,28 @@ def normal_with_known_variances() -> Example:
     return Example(
         model,
         (y, noise),
+        {},
+        {"theta": mean, "total": mean.sum()},
+        {"theta": sd, "total": np.sqrt((sd**2).sum())},
+    )
+
+
+def normal_in_a_subsampled_plate() -> Example:
+    """Conjugate normal means, of which a plate draws ten of forty observations."""
+    y = np.random.default_rng(0).normal([1.0, -2.0], 1.5, size=(40, 2))
+    noise, prior_sd = 1.5, 3.0
+
+    def model(y: Any) -> None:
+        theta = numpyro.sample("theta", dist.Normal(0.0, prior_sd).expand([2]).to_event(1))
+        numpyro.deterministic("total", theta.sum())
+        with numpyro.plate("datum", len(y), subsample_size=10) as i:
+            numpyro.sample("y", dist.Normal(theta, noise).to_event(1), obs=y[i])
+
+    precision = len(y) / noise**2 + 1 / prior_sd**2
+    mean, sd = y.sum(0) / noise**2 / precision, np.full(2, precision**-0.5)
+    return Example(
+        model,
+        (y,),
         {},
         {"theta": mean, "total": mean.sum()},
         {"theta": sd, "total": np.sqrt((sd**2).sum())},
@@ -122,4 +146,21 @@ def dp_slice() -> Entry:
         potential_fn=False,
         own_models=True,
         remark=lambda target: target.process,
+    )
+
+
+def tuna_mh() -> Entry:
+    """Exact minibatch Metropolis-Hastings on Taylor remainders."""
+    return Entry(
+        name="TunaMH",
+        language="numpyro",
+        kernel=TunaMH,
+        models="continuous sites, a plate of data with bounded likelihoods",
+        exact=True,
+        source="arXiv 2406.05242, 2407.19602",
+        refusal=lambda target: refusal("TunaMH", target),
+        example=normal_in_a_subsampled_plate,
+        gibbs_block=False,
+        potential_fn=False,
+        minibatch=True,
     )

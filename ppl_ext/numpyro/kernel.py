@@ -115,8 +115,8 @@ class Kernel(MCMCKernel):
         bound = self._bind(self._target, model_args, model_kwargs)
         # one program compiles much faster than its operations one by one
         state = jax.jit(lambda key, z: self._init_chains(key, z, bound, batched))(rng_key, z)
-        if not_jax_tracer(state.potential_energy):
-            check_density(state, self._model, self._target, model_args, model_kwargs)
+        if all(map(not_jax_tracer, jax.tree.leaves(state))):
+            self._check_start(state, model_args, model_kwargs)
         # MCMC calls `init` again before every run unless it finds this attribute set
         self._sample_fn = self._sample
         return state
@@ -128,6 +128,11 @@ class Kernel(MCMCKernel):
     def _init_chains(self, rng_key: Array, z: PyTree, bound: Any, batched: bool) -> Any:
         start = lambda key, z: self._init(key, z, bound)  # noqa: E731
         return (jax.vmap(start) if batched else start)(rng_key, z)
+
+    def _check_start(self, state: Any, model_args: tuple, model_kwargs: dict[str, Any]) -> None:
+        """Raise `InitializationError` when the start of a chain has no finite density."""
+        assert self._target is not None
+        check_density(state, self._model, self._target, model_args, model_kwargs)
 
     def _start(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ from numpyro.distributions.transforms import biject_to
 from numpyro.handlers import block, seed, substitute, trace
 from numpyro.infer.gibbs import prototype_trace
 from numpyro.infer.util import constrain_fn, potential_energy, unconstrain_fn
+from numpyro.primitives import Messenger
 
 from ppl_ext.errors import UnsupportedModelError
 from ppl_ext.target import (
@@ -109,6 +110,9 @@ def target(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Target:
         prior_draw=partial(_prior_draw, model),
         log_prior=partial(_log_prior, model),
         process=_process(model, sites, args, kwargs),
+        log_base=partial(_log_base, model),
+        log_likelihood_terms=partial(_log_likelihood_terms, model),
+        observed=partial(_observed, model),
     )
 
 
@@ -389,3 +393,119 @@ def _prior_draw(model: Callable, key: Array, *args: Any, **kwargs: Any) -> PyTre
         if message["type"] == "sample" and not message["is_observed"]
     }
     return unconstrain_fn(model, args, kwargs, values)
+
+
+# --- minibatches ---------------------------------------------------------------------------------
+
+
+class at_indices(Messenger):
+    """Handler that gives a plate these indices; all of them in their order by default.
+
+    Unlike with `numpyro.handlers.substitute`, their number may be any. Arrays of NumPy among the
+    arguments become those of JAX, which traced indices can select.
+    """
+
+    def __init__(self, fn: Callable[..., Any], plate: str, indices: Array | None = None) -> None:
+        self._plate, self._indices = plate, indices
+        super().__init__(fn)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = as_arrays(args, kwargs)
+        return super().__call__(*args, **kwargs)
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        if msg["type"] == "plate" and msg["name"] == self._plate:
+            size = msg["args"][0]
+            indices = jnp.arange(size) if self._indices is None else self._indices
+            msg["value"], msg["args"] = indices, (size, len(indices))
+
+
+def as_arrays(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Arguments with JAX arrays in place of those of NumPy."""
+    return jax.tree.map(
+        lambda leaf: jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf, (args, kwargs)
+    )
+
+
+class Observed(NamedTuple):
+    """An observed site inside a plate, with the wrappers of its distribution taken off."""
+
+    distribution: Any
+    value: Array
+    shape: tuple[int, ...]  # of one value for each number of the site
+    axis: int  # of the plate in `shape`
+    weight: Array  # of the log density of each number: masks, and scales of the user
+
+
+def _log_base(model: Callable, z: PyTree, plate: str, *args: Any, **kwargs: Any) -> Array:
+    def inside(message: Mapping[str, Any]) -> bool:
+        return _is_datum(message, plate)
+
+    # the sites outside do not depend on the indices
+    model = at_indices(model, plate, jnp.zeros(1, jnp.int32))
+    return -potential_energy(block(model, hide_fn=inside), args, kwargs, z)
+
+
+def _is_datum(message: Mapping[str, Any], plate: str) -> bool:
+    frames = message.get("cond_indep_stack") or ()
+    observed = message["type"] == "sample" and message["is_observed"]
+    return observed and any(frame.name == plate for frame in frames)
+
+
+def _data_messages(
+    model: Callable, z: PyTree, plate: str, indices: Array, args: tuple, kwargs: dict
+) -> dict[str, Any]:
+    """Messages of the observed sites and factors inside the plate.
+
+    Each has its plate's `axis` in the batch shape, and as `scale` the user's own alone.
+    """
+    model = seed(at_indices(model, plate, indices), jax.random.key(0))
+    values = constrain_fn(model, args, kwargs, z)
+    messages = trace(substitute(model, data=values)).get_trace(*args, **kwargs)
+    minibatch_scale = messages[plate]["args"][0] / len(indices)
+    data = {name: message for name, message in messages.items() if _is_datum(message, plate)}
+    for message in data.values():
+        (frame,) = (f for f in message["cond_indep_stack"] if f.name == plate)
+        message["axis"] = len(message["fn"].batch_shape) + frame.dim
+        scale = message["scale"]
+        message["scale"] = 1.0 if scale is None else scale / minibatch_scale
+    return data
+
+
+def _log_likelihood_terms(
+    model: Callable, z: PyTree, plate: str, indices: Array, *args: Any, **kwargs: Any
+) -> Array:
+    total = jnp.zeros(len(indices))
+    for message in _data_messages(model, z, plate, indices, args, kwargs).values():
+        shape = message["fn"].batch_shape
+        terms = message["fn"].log_prob(message["value"]) * message["scale"]
+        terms = jnp.moveaxis(jnp.broadcast_to(terms, shape), message["axis"], 0)
+        total = total + terms.reshape(len(indices), -1).sum(1)
+    return total
+
+
+def _observed(
+    model: Callable, z: PyTree, plate: str, indices: Array, *args: Any, **kwargs: Any
+) -> dict[str, Observed]:
+    found = {}
+    for name, message in _data_messages(model, z, plate, indices, args, kwargs).items():
+        distribution = message["fn"]
+        shape = distribution.shape()
+        weight = jnp.broadcast_to(
+            jnp.reshape(
+                message["scale"], jnp.shape(message["scale"]) + (1,) * distribution.event_dim
+            ),
+            shape,
+        )
+        while True:
+            distribution = unwrapped(distribution)
+            if not isinstance(distribution, MaskedDistribution):
+                break
+            mask = jnp.asarray(distribution._mask)
+            mask = jnp.reshape(mask, mask.shape + (1,) * distribution.event_dim)
+            # the mask is of the shape of the distribution at this depth
+            weight = weight * jnp.broadcast_to(mask, shape)
+            distribution = distribution.base_dist
+        value = message["value"]
+        found[name] = Observed(distribution, value, shape, message["axis"], weight)
+    return found

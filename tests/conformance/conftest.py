@@ -8,8 +8,15 @@ FIRST = "ULD"
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Tests marked `adaptor` try code that all kernels share: with the others they are slow."""
+    """Which tests are slow.
+
+    Those marked `adaptor` try code that all kernels share: slow with all kernels but one. The
+    programs of minibatch kernels take long to compile; their own tests have the fast part.
+    """
     for item in items:
-        marked = item.get_closest_marker("adaptor") is not None
-        if marked and item.callspec.params["entry"].name != FIRST:
+        entry = getattr(item, "callspec", None) and item.callspec.params.get("entry")
+        if not entry:
+            continue
+        shared = item.get_closest_marker("adaptor") is not None and entry.name != FIRST
+        if shared or entry.minibatch:
             item.add_marker(pytest.mark.slow)

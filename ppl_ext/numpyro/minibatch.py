@@ -1,0 +1,269 @@
+"""What the minibatch kernels share: the plate of data, the refusals, the problem of a model."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpyro.infer.gibbs import GIBBS_SITES_KWARG
+from numpyro.infer.initialization import init_to_uniform
+
+from ppl_ext.errors import InitializationError, UnsupportedModelError
+from ppl_ext.kernels.minibatch import Problem
+from ppl_ext.numpyro.bounds import links
+from ppl_ext.numpyro.kernel import Kernel
+from ppl_ext.numpyro.starting_point import describe_failure
+from ppl_ext.numpyro.target import as_arrays, at_indices
+from ppl_ext.numpyro.target import target as build_target
+from ppl_ext.target import Array, PyTree, Target
+
+Bounds = Callable[[Array, Array, Array], Array]
+
+
+def data_plate(kernel: str, target: Target, plate: str | None) -> str:
+    """Name of the plate from which data are drawn: the one given, subsampled, or the only one.
+
+    Raises
+    ------
+    UnsupportedModelError
+        When there is none or more than one, a latent site lies inside, or another is subsampled.
+    """
+    reason, name = _find_plate(kernel, target, plate)
+    if reason is not None:
+        raise UnsupportedModelError(reason)
+    return name
+
+
+def refusal(kernel: str, target: Target, plate: str | None = None) -> str | None:
+    """Why a minibatch kernel cannot take this model, as far as static facts tell."""
+    reason = target.refusal_of_continuous_kernel(kernel, minibatch=True)
+    return reason or _find_plate(kernel, target, plate)[0]
+
+
+def _find_plate(kernel: str, target: Target, plate: str | None) -> tuple[str | None, str]:
+    if target.language == "potential_fn":
+        return f"{kernel} needs a model, whose data it can draw one by one.", ""
+    inside: dict[str, list[str]] = {p.name: [] for p in target.plates}
+    latent = {name: list[str]() for name in inside}
+    for site in target.sites:
+        for name in site.plates:
+            if site.kind == "observed":
+                inside[name].append(site.name)
+            if site.kind == "latent":
+                latent[name].append(site.name)
+    names = {p.name for p in target.plates}
+    if plate is not None and plate not in names:
+        return f"{kernel}: the model has no plate '{plate}'; it has {sorted(names) or 'none'}.", ""
+    subsampled = [p.name for p in target.plates if p.subsampled]
+    if len(subsampled) > 1:
+        return f"{kernel} draws from one plate, but {subsampled} are subsampled.", ""
+    candidates = subsampled or [n for n in inside if inside[n] and not latent[n]]
+    if plate is None and len(candidates) > 1:
+        return f"{kernel}: several plates hold data, {candidates}. Name one as `plate`.", ""
+    if plate is None and not candidates:
+        held = [n for n in inside if inside[n] and latent[n]]
+        if held:
+            plate = held[0]
+        else:
+            return (
+                f"{kernel} draws data from a plate, but no plate of the model holds an observed "
+                'site. Write `with numpyro.plate("N", N, subsample_size=100) as i:` around the '
+                "likelihood, and index the data by `i`.",
+                "",
+            )
+    name = plate if plate is not None else candidates[0]
+    if subsampled and subsampled != [name]:
+        return f"{kernel}: plate '{subsampled[0]}' is subsampled, but `plate` is '{name}'.", ""
+    if latent[name]:
+        return (
+            f"{kernel} draws data from plate '{name}', but the latent site '{latent[name][0]}' "
+            "lies inside it: there is one value for each datum. Sum or integrate it out, or take "
+            "another plate as `plate`.",
+            "",
+        )
+    return None, name
+
+
+class MinibatchKernel(Kernel):
+    """Kernel that draws data from a plate of the model."""
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        *,
+        plate: str | None,
+        bounds: Any,
+        init_strategy: Callable[..., Any] | None,
+    ) -> None:
+        super().__init__(model, init_strategy=init_strategy or init_to_uniform)
+        if not (plate is None or isinstance(plate, str)):
+            raise TypeError(
+                f"{self._name}: `plate` must be the name of a plate, got {type(plate).__name__}."
+            )
+        if not (callable(bounds) or (isinstance(bounds, str) and bounds == "auto")):
+            raise ValueError(
+                f'{self._name}: `bounds` must be "auto" or a callable (mode, scale, radius) -> '
+                f"(N,), got {bounds!r}."
+            )
+        self._program = model  # as the user wrote it
+        self._plate = plate
+        self._bounds = bounds
+        self._given_start = init_strategy is not None
+
+    @property
+    def _name(self) -> str:
+        return type(self).__name__
+
+    def _make_bounds(self, target: Target, plate: str, size: int, z: Array) -> Bounds:
+        """Constants of the algorithm's bound from the distributions of the model."""
+        raise NotImplementedError
+
+    # --- data -----------------------------------------------------------------------------------
+
+    def init(
+        self,
+        rng_key: Array,
+        num_warmup: int,
+        init_params: PyTree | None,
+        model_args: tuple,
+        model_kwargs: dict[str, Any] | None,
+    ) -> Any:
+        if GIBBS_SITES_KWARG in (model_kwargs or {}):
+            raise UnsupportedModelError(
+                f"{self._name} is no block of Gibbs: each move of another block would change the "
+                "log likelihoods of all the data. Let it sample all sites."
+            )
+        args, kwargs = as_arrays(model_args, self.all_kwargs(model_kwargs))
+        target = build_target(self._program, *args, **kwargs)
+        self._check_target(target)
+        plate = data_plate(self._name, target, self._plate)
+        dropped = [s.name for s in target.sites if s.kind == "deterministic" and plate in s.plates]
+        if dropped:
+            warnings.warn(
+                f"{self._name} drops the deterministic sites {dropped} inside plate '{plate}', "
+                "which would take all the data for each draw.",
+                stacklevel=4,
+            )
+        self._dropped, self._found_plate = frozenset(dropped), plate
+        # all that looks at the model as a whole sees all the data
+        self._model = at_indices(self._program, plate)
+        self._started_at = init_params is not None or self._given_start
+        # refusals that need the data come before the search for a start
+        self._bind(build_target(self._model, *args, **kwargs), args, kwargs)
+        return super().init(rng_key, num_warmup, init_params, model_args, model_kwargs)
+
+    def postprocess_fn(self, model_args: tuple, model_kwargs: dict[str, Any] | None) -> Any:
+        whole = super().postprocess_fn(model_args, model_kwargs)
+        dropped = self._dropped
+
+        def constrain(z: PyTree) -> PyTree:
+            return {name: value for name, value in whole(z).items() if name not in dropped}
+
+        return constrain
+
+    def _bind(self, target: Target, model_args: tuple, model_kwargs: dict[str, Any]) -> Problem:
+        plate, bound = self._found_plate, target.bind(*model_args, **model_kwargs)
+        (size,) = (p.size for p in target.plates if p.name == plate)
+        assert bound.log_base is not None and bound.log_likelihood_terms is not None
+        base, terms = bound.log_base, bound.log_likelihood_terms
+        self._check_indices(bound, plate, size)
+        origin = jnp.zeros(target.size)
+        bounds = self._bounds
+        if isinstance(bounds, str):
+            bounds = self._make_bounds(bound, plate, size, origin)
+        return Problem(
+            size=size,
+            log_base=lambda x: base(bound.unravel(x), plate),
+            log_terms=lambda x, indices: terms(bound.unravel(x), plate, indices),
+            bounds=bounds,
+            ravel=bound.ravel,
+            unravel=bound.unravel,
+        )
+
+    def _check_indices(self, target: Target, plate: str, size: int) -> None:
+        """The data must follow the plate's indices: two of them give two data."""
+        if size == 2:
+            return
+
+        def look(x: Array) -> dict[str, tuple[int, ...]]:
+            assert target.observed is not None
+            found = target.observed(target.unravel(x), plate, jnp.arange(2))
+            shapes.update(
+                {name: (jnp.shape(site.value), site.axis) for name, site in found.items()}
+            )
+            return {}
+
+        shapes: dict[str, Any] = {}
+        how = (
+            f'Index the data by the plate: `with numpyro.plate("{plate}", {size}, '
+            "subsample_size=100) as i: numpyro.sample(..., obs=y[i])`."
+        )
+        try:
+            jax.eval_shape(look, jnp.zeros(target.size))
+        except (ValueError, TypeError) as error:
+            raise UnsupportedModelError(
+                f"{self._name}: the model does not run on 2 data of plate '{plate}' ({error}). "
+                f"{how}"
+            ) from error
+        for name, (shape, axis) in shapes.items():
+            if shape and (axis >= len(shape) or shape[axis] not in (1, 2)):
+                raise UnsupportedModelError(
+                    f"{self._name}: the values of site '{name}' do not follow the indices of plate "
+                    f"'{plate}': of 2 data they have the shape {shape}. {how}"
+                )
+
+    # --- start ----------------------------------------------------------------------------------
+
+    def _init_chains(self, rng_key: Array, z: PyTree, bound: Problem, batched: bool) -> Any:
+        one = jax.tree.map(lambda leaf: leaf[0], z) if batched else z
+        # once for all chains
+        fit = self._find_fit(bound.ravel(one), bound)
+
+        def chain(key: Array, z: PyTree) -> Any:
+            return self._start_chain(key, bound.ravel(z) if self._started_at else None, bound, fit)
+
+        return (jax.vmap(chain) if batched else chain)(rng_key, z)
+
+    def _find_fit(self, start: Array, problem: Problem) -> Any:
+        raise NotImplementedError
+
+    def _start_chain(self, key: Array, x: Array | None, problem: Problem, fit: Any) -> Any:
+        raise NotImplementedError
+
+    def _init(self, rng_key: Array, z: PyTree, target: Problem) -> Any:
+        raise NotImplementedError  # `_init_chains` does it for all chains
+
+    def _check_start(self, state: Any, model_args: tuple, model_kwargs: dict[str, Any]) -> None:
+        fit, target = state.fit, self._target
+        assert target is not None and self._model is not None
+        energy = lambda z: target.potential_energy(z, *model_args, **model_kwargs)  # noqa: E731
+        batched = np.ndim(state.i) > 0
+        start = jax.jit(jax.vmap(energy) if batched else energy)(state.z)
+        metric = np.isfinite(np.asarray(fit.whiten)).all() and np.isfinite(fit.mode).all()
+        if not (metric and np.isfinite(np.asarray(start)).all()):
+            failure = describe_failure(
+                jax.random.key(0), self._model, self._init_strategy, model_args, model_kwargs
+            )
+            raise InitializationError(
+                f"{self._name} found no mode of the posterior with a positive definite Hessian "
+                f"from the start, or no density there. {failure}"
+            )
+        if not np.isfinite(np.asarray(fit.table.unit)).all():
+            raise UnsupportedModelError(self._no_bound())
+
+    def _no_bound(self) -> str:
+        return f"{self._name}: a bound is not finite. Give `bounds`."
+
+
+def auto_links(kernel: str, target: Target, plate: str, z: Array) -> dict[str, str]:
+    """Links of the observed sites inside the plate, from a look at two data."""
+
+    def few(x: Array) -> Any:
+        assert target.observed is not None
+        return target.observed(target.unravel(x), plate, jnp.arange(2))
+
+    return links(kernel, few, z)
