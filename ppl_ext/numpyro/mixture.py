@@ -291,7 +291,8 @@ def process_draws(model: Callable, args: tuple, kwargs: dict, number: int) -> tu
         discount = 0.0 if process.discount is None else process.discount
         return jnp.asarray(process.concentration, float), jnp.asarray(discount, float)
 
-    return jax.jit(jax.vmap(one))(random.split(random.key(0), number))
+    with jax.ensure_compile_time_eval():
+        return jax.jit(jax.vmap(one))(random.split(random.key(0), number))
 
 
 def look(model: Callable, args: tuple, kwargs: dict, atoms: str = "auto") -> Facts:
@@ -303,7 +304,8 @@ def look(model: Callable, args: tuple, kwargs: dict, atoms: str = "auto") -> Fac
         When the model draws from no process or twice, has a discrete site beside it, or uses the
         atoms outside of the data plate; with `atoms="conjugate"`, when no pairs cover the atom.
     """
-    with validation_enabled(False):
+    # MCMC starts several chains inside a trace, where the numbers would not be there to compare
+    with jax.ensure_compile_time_eval(), validation_enabled(False):
         runs = [run_model(model, args, kwargs, {}, None, random.key(i)) for i in range(_PROBES)]
         first = runs[0]
         latent = {

@@ -322,8 +322,8 @@ def test_explain_says_which_path_a_model_takes():
     assert found.verdicts["DPSlice"] is None
     assert "DPSlice: fits, atoms in closed form: mu of 'y' (NormalMean)" in str(found)
     assert "use ppl_ext.numpyro.DPSlice" in found.verdicts["ULD"]
-    found = ppl_ext.explain(draws_twice, REAL[:, 0])
-    assert "one call of `draw`" in found.verdicts["DPSlice"]
+    found = ppl_ext.explain(has_discrete_site, REAL[:, 0])
+    assert "'k' is discrete" in found.verdicts["DPSlice"]
 
 
 def test_a_run_gives_draws_statistics_and_labels_and_goes_on():
