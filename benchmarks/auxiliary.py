@@ -22,10 +22,11 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pandas as pd
-from numpyro.infer import HMCECS, MCMC, NUTS, BarkerMH
+from numpyro.infer import HMCECS, NUTS, BarkerMH
 
 from ppl_ext.numpyro import TunaMH
 
+WARMUP, BLOCK = 500, 100
 DATA = Path(__file__).parent / "data"
 
 
@@ -50,20 +51,29 @@ def adult() -> tuple[jax.Array, jax.Array]:
 
 
 def timed(kernel: Any, draws: int, x: jax.Array, y: jax.Array, size: int | None) -> dict[str, Any]:
-    """Draws of a third run, the first that compiles nothing, and its seconds."""
-    mcmc = MCMC(kernel, num_warmup=500, num_samples=draws, progress_bar=False)
+    """Draws and their seconds: blocks of one compiled program, the first ones for warm-up.
+
+    Not by `MCMC.run`, which compiles its loop anew in every run.
+    """
     options = {} if size == 100 else {"subsample_size": size}
-    seconds = 0.0
-    for key in range(3):
-        start = time.perf_counter()
-        mcmc.run(jax.random.key(key), x, y, **options)
-        jax.block_until_ready(mcmc.get_samples())
-        seconds = time.perf_counter() - start
-        mcmc.post_warmup_state = mcmc.last_state
-    beta = np.asarray(mcmc.get_samples(group_by_chain=True)["beta"], np.float64)
+    state = kernel.init(jax.random.key(0), WARMUP, None, (x, y), options)
+
+    def move(state: Any, _: Any) -> tuple[Any, Any]:
+        state = kernel.sample(state, (x, y), options)
+        z = state.hmc_state.z if hasattr(state, "hmc_state") else state.z
+        return state, (z["beta"], getattr(state, "num_drawn", 0))
+
+    block = jax.jit(lambda state: jax.lax.scan(move, state, length=BLOCK)).lower(state).compile()
+    for _ in range(WARMUP // BLOCK):
+        state, _ = jax.block_until_ready(block(state))
+    found, start = [], time.perf_counter()
+    for _ in range(draws // BLOCK):
+        state, kept = jax.block_until_ready(block(state))
+        found.append(kept)
+    seconds = time.perf_counter() - start
+    beta = np.concatenate([np.asarray(b, np.float64) for b, _ in found])[None]
     ess = min(float(az.ess(beta[..., j])) for j in range(beta.shape[-1]))
-    fields = mcmc.get_extra_fields()
-    drawn = float(np.mean(fields["num_drawn"])) if "num_drawn" in fields else np.nan
+    drawn = np.mean([d for _, d in found]) if hasattr(state, "num_drawn") else np.nan
     return {"mean": beta[0].mean(0), "sd": beta[0].std(0), "ESS": ess, "seconds": seconds,
             "data per step": drawn}  # fmt: skip
 

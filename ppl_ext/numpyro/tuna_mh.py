@@ -103,9 +103,9 @@ class TunaMH(MinibatchKernel):
     ...     with numpyro.plate("N", len(y), subsample_size=100) as i:
     ...         numpyro.sample("y", dist.Bernoulli(logits=x[i] @ beta), obs=y[i])
     >>> x = jax.random.normal(jax.random.key(0), (10_000, 2))
-    >>> y = (x[:, 0] > 0) * 1.0
+    >>> y = 1.0 * jax.random.bernoulli(jax.random.key(1), jax.nn.sigmoid(x[:, 0]))
     >>> mcmc = MCMC(TunaMH(model), num_warmup=200, num_samples=500, progress_bar=False)
-    >>> mcmc.run(jax.random.key(1), x, y)
+    >>> mcmc.run(jax.random.key(2), x, y)
     >>> bool(mcmc.get_extra_fields()["num_drawn"].mean() < 300)
     True
     """
