@@ -512,14 +512,16 @@ def _move_gradient(
         return value, pull_back(jnp.ones_like(value))[0]
 
     def total(x: PyTree) -> Array:
-        return sum(jnp.sum(leaf.reshape(capacity, -1), 1) for leaf in jax.tree.leaves(x))
+        leaves = [leaf.reshape(capacity, -1) for leaf in jax.tree.leaves(x)]
+        return jnp.sum(jnp.concatenate(leaves, 1), 1)
 
     def one(t: int, carry: Any) -> Any:
         x, value, grad, _ = carry
         key_noise, key_uniform = random.split(random.fold_in(key, t))
         keys = _slot_keys(key_noise, capacity)
         leaves, tree = jax.tree.flatten(x)
-        noise = tree.unflatten(
+        noise = jax.tree.unflatten(
+            tree,
             [
                 jax.vmap(
                     lambda k, i=i, leaf=leaf: random.normal(
@@ -527,7 +529,7 @@ def _move_gradient(
                     )
                 )(keys)
                 for i, leaf in enumerate(leaves)
-            ]
+            ],
         )
         y = jax.tree.map(lambda x, g, s, e: x + s**2 / 2 * g + s * e, x, grad, widths, noise)
         new, new_grad = value_and_grad(y)
