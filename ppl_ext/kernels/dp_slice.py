@@ -512,8 +512,8 @@ def _move_gradient(
         return value, pull_back(jnp.ones_like(value))[0]
 
     def total(x: PyTree) -> Array:
-        rows = [leaf.reshape(capacity, -1) for leaf in jax.tree.leaves(x)]
-        return jnp.sum(jnp.concatenate(rows, 1), 1)
+        leaves = [leaf.reshape(capacity, -1) for leaf in jax.tree.leaves(x)]
+        return jnp.sum(jnp.concatenate(leaves, 1), 1)
 
     def one(t: int, carry: Any) -> Any:
         x, value, grad, _ = carry

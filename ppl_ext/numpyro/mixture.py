@@ -534,9 +534,9 @@ def _candidates(name: str, run: Run, free: list[str]) -> list[tuple[dict[str, st
         dim = core.event_shape[0]
         found = []
         for spread in of(dist.Wishart, dist.InverseWishart):
-            matrix = cj.NormalInverseWishart(dim, issubclass(kinds[spread], dist.InverseWishart))
+            joint = cj.NormalInverseWishart(dim, issubclass(kinds[spread], dist.InverseWishart))
             found += [
-                ({"mean": mean, "spread": spread}, matrix) for mean in of(dist.MultivariateNormal)
+                ({"mean": mean, "spread": spread}, joint) for mean in of(dist.MultivariateNormal)
             ]
         return found
     if isinstance(core, dist.Poisson):
