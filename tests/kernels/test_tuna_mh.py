@@ -324,7 +324,7 @@ def test_no_key_is_used_twice(monkeypatch):
 
 @pytest.mark.parametrize("rates", ["max", *slow(("tuna",))])
 def test_kept_counts_are_independent_poisson_numbers(rates):
-    """Chi-square on 10,000 draws of the real numbers, level 1e-4: no failure in 20 seeds."""
+    """Chi-square on 10,000 draws of the real numbers: false alarms 1e-4, by the level."""
     options = tuna_mh.Settings(rates=rates, chunk_size=CHUNK)
     task = problem(1)
     fit = jax.jit(lambda *at: tuna_mh.fit_at(*at, task, options))(jnp.zeros(2), jnp.eye(2))
@@ -426,9 +426,9 @@ def logistic(size, seed=0):
     ],
 )
 def test_exact_draws_stay_exact(order, proposal, fallback_share):
-    """KS test of 2,000 chains after 20 steps from exact draws, level 1e-4.
+    """KS test of 2,000 chains after 20 steps from exact draws: false alarms 1e-4, by the level.
 
-    No failure in 20 seeds. The fallback takes part.
+    The fallback takes part.
     """
     make, draw, cdf = logistic(60)
     task, options = (
