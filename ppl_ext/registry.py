@@ -60,6 +60,11 @@ class Entry:
         Keyword arguments for the kernel in the conformance tests.
     gibbs_block, potential_fn : bool
         Whether the kernel works as a block of `numpyro.infer.Gibbs`, and without a model.
+    own_models : bool
+        Whether it takes only models of a kind of its own, such as `example`: the conformance tests
+        then leave out those with a model of theirs.
+    remark : callable, optional
+        `remark(target)`: how the kernel would sample a model that it takes, for `explain`.
     minibatch : bool
         Whether the kernel draws data from a plate, which its models must have.
     """
@@ -75,6 +80,8 @@ class Entry:
     options: dict[str, Any] = field(default_factory=dict)
     gibbs_block: bool = True
     potential_fn: bool = True
+    own_models: bool = False
+    remark: Callable[[Target], str | None] | None = None
     minibatch: bool = False
 
 
@@ -164,10 +171,13 @@ class Explanation:
         Sites, supports, plates and sizes of the model.
     verdicts : dict
         By kernel name: `None` where the kernel fits, else the reason why not.
+    remarks : dict
+        By kernel name: how a kernel that fits would sample, where there is a choice.
     """
 
     target: Target
     verdicts: dict[str, str | None]
+    remarks: dict[str, str] = field(default_factory=dict)
 
     @property
     def sites(self) -> pd.DataFrame:
@@ -201,7 +211,8 @@ class Explanation:
             "",
         ]
         for name, reason in self.verdicts.items():
-            lines.append(f"{name}: {'fits' if reason is None else 'no. ' + reason}")
+            fits = f"fits, {self.remarks[name]}" if name in self.remarks else "fits"
+            lines.append(f"{name}: {fits if reason is None else 'no. ' + reason}")
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -231,7 +242,7 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation
     "ULD moves continuous sites only, but site 'k' is discrete (Poisson)"
     """
     facts = target(model, *args, **kwargs)
-    return Explanation(
-        facts,
-        {e.name: e.refusal(facts) for e in entries() if e.language == facts.language},
-    )
+    here = [entry for entry in entries() if entry.language == facts.language]
+    verdicts = {entry.name: entry.refusal(facts) for entry in here}
+    remarks = {e.name: e.remark(facts) for e in here if e.remark and verdicts[e.name] is None}
+    return Explanation(facts, verdicts, {name: text for name, text in remarks.items() if text})

@@ -92,6 +92,9 @@ class Target:
     prior_draw : callable, optional
         `prior_draw(key, *args, **kwargs)`: unconstrained draw from the prior; a site with an
         improper prior is uniform on (-2, 2).
+    process : str, optional
+        Where the model draws from a Dirichlet or Pitman-Yor process: how its atoms can be moved,
+        or, after "no: ", why the model cannot be sampled so.
     log_prior : callable, optional
         `log_prior(z, *args, **kwargs)`: log density of the unconstrained `z` under the prior alone,
         with the Jacobian and without factors.
@@ -118,6 +121,7 @@ class Target:
     prior_covariance: Callable[..., Array] | None = None
     prior_draw: Callable[..., PyTree] | None = None
     log_prior: Callable[..., Array] | None = None
+    process: str | None = None
     log_base: Callable[..., Array] | None = None
     log_likelihood_terms: Callable[..., Array] | None = None
     observed: Callable[..., dict[str, Any]] | None = None
@@ -199,7 +203,9 @@ class Target:
         for site in self.latent:
             if site.discrete:
                 way_out = (
-                    "Sum it out of the model, or use pyro.infer.NUTS, which enumerates it."
+                    "It holds the labels of a process: use ppl_ext.numpyro.DPSlice."
+                    if self.process is not None
+                    else "Sum it out of the model, or use pyro.infer.NUTS, which enumerates it."
                     if pyro
                     else "Sum it out of the model, or give it to a DiscreteGibbs block of "
                     "numpyro.infer.Gibbs beside this kernel."

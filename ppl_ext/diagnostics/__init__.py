@@ -3,10 +3,12 @@
 if __name__ != "ppl_ext.diagnostics":
     raise ImportError("import ppl_ext.diagnostics, not diagnostics")
 
+from ppl_ext.diagnostics.clusters import Clusters, clusters, predictive_density
 from ppl_ext.diagnostics.discrepancy import psd
 from ppl_ext.diagnostics.goodness_of_fit import PSDTest, psd_test
 from ppl_ext.diagnostics.imh_report import IMHReport, imh_report
 from ppl_ext.diagnostics.ksd import ksd
+from ppl_ext.diagnostics.overhead_report import OverheadReport, overhead_report
 from ppl_ext.diagnostics.plots import plot_psd, plot_psd_order
 from ppl_ext.diagnostics.scores import attach_scores
 from ppl_ext.diagnostics.summary import summary
@@ -16,18 +18,23 @@ from ppl_ext.diagnostics.uld_report import ULDReport, uld_report
 from ppl_ext.errors import MissingScoresError, TooFewDrawsError
 
 __all__ = [
+    "Clusters",
     "IMHReport",
     "MissingScoresError",
+    "OverheadReport",
     "PSDTest",
     "TooFewDrawsError",
     "Tuning",
     "ULDReport",
     "attach_scores",
+    "clusters",
     "from_svi",
     "imh_report",
     "ksd",
+    "overhead_report",
     "plot_psd",
     "plot_psd_order",
+    "predictive_density",
     "psd",
     "psd_test",
     "summary",

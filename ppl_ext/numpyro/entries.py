@@ -8,6 +8,8 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 
+from ppl_ext.numpyro.dirichlet_process import DirichletProcess
+from ppl_ext.numpyro.dp_slice import DPSlice
 from ppl_ext.numpyro.minibatch import refusal
 from ppl_ext.numpyro.proximal_imh import ProximalIMH
 from ppl_ext.numpyro.tuna_mh import TunaMH
@@ -89,6 +91,61 @@ def proximal_imh() -> Entry:
         # the models of the conformance tests have no operator
         options={"approx": {}},
         potential_fn=False,
+    )
+
+
+def three_points_of_a_process() -> Example:
+    """Three points of a normal Dirichlet-process mixture, all five partitions summed."""
+    y, alpha, prior_sd, sd = np.array([-1.0, 0.0, 2.5]), 1.5, 3.0, 1.0
+
+    def model(y: Any) -> None:
+        def base() -> Any:
+            return numpyro.sample("mu", dist.Normal(0.0, prior_sd))
+
+        process = DirichletProcess("G", alpha, base)
+        with numpyro.plate("data", y.shape[0]):
+            numpyro.sample("y", dist.Normal(process.draw(), sd), obs=y)
+
+    clusters, weights = [], []
+    for labels in ([0, 0, 0], [0, 0, 1], [0, 1, 0], [0, 1, 1], [0, 1, 2]):
+        same = np.equal.outer(labels, labels)
+        covariance = prior_sd**2 * same + sd**2 * np.eye(3)
+        log_density = -(y @ np.linalg.solve(covariance, y) + np.linalg.slogdet(covariance)[1]) / 2
+        sizes = np.bincount(labels)
+        # the factorials of cluster sizes up to 3, less one: 0! = 1! = 1, 2! = 2
+        prior = alpha ** len(sizes) * np.prod(np.maximum(sizes - 1, 1))
+        clusters.append(len(sizes))
+        weights.append(prior * np.exp(log_density))
+    mean = np.average(clusters, weights=weights)
+    variance = np.average((np.array(clusters) - mean) ** 2, weights=weights)
+    name = "G_num_clusters"
+    return Example(model, (y,), {}, {name: mean}, {name: np.sqrt(variance)})
+
+
+def dp_slice() -> Entry:
+    """Slice samplers for Dirichlet-process mixtures."""
+
+    def refusal(target: Any) -> str | None:
+        if target.process is None:
+            return (
+                "DPSlice samples models with a ppl_ext.numpyro.DirichletProcess or PitmanYor; this "
+                "one draws from none."
+            )
+        return target.process[4:] if target.process.startswith("no: ") else None
+
+    return Entry(
+        name="DPSlice",
+        language="numpyro",
+        kernel=DPSlice,
+        models="mixtures over a Dirichlet or Pitman-Yor process",
+        exact=True,
+        source="arXiv 2602.00878",
+        refusal=refusal,
+        example=three_points_of_a_process,
+        gibbs_block=False,
+        potential_fn=False,
+        own_models=True,
+        remark=lambda target: target.process,
     )
 
 

@@ -109,6 +109,7 @@ def target(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Target:
         prior_covariance=partial(_prior_covariance, model, sites),
         prior_draw=partial(_prior_draw, model),
         log_prior=partial(_log_prior, model),
+        process=_process(model, sites, args, kwargs),
         log_base=partial(_log_base, model),
         log_likelihood_terms=partial(_log_likelihood_terms, model),
         observed=partial(_observed, model),
@@ -142,6 +143,19 @@ def _look(
     )
     params = {n: m["value"] for n, m in messages.items() if m["type"] in ("param", "mutable")}
     return sites, plates, params
+
+
+def _process(model: Callable, sites: tuple[Site, ...], args: tuple, kwargs: dict) -> str | None:
+    """How `DPSlice` would move the atoms, if the model draws from a process; or why it cannot."""
+    if not any(site.distribution in ("Partition", "PitmanYorPartition") for site in sites):
+        return None
+    # imported here: the module reads models by this one's functions
+    from ppl_ext.numpyro.mixture import look
+
+    try:
+        return look(model, args, kwargs).path
+    except UnsupportedModelError as error:
+        return f"no: {error}"
 
 
 def _staged(function: Callable, *args: Any) -> Any:

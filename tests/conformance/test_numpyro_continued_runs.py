@@ -13,7 +13,7 @@ from scipy import stats
 
 from ppl_ext.registry import entries
 
-ENTRIES = [entry for entry in entries() if entry.language == "numpyro"]
+ENTRIES = [e for e in entries() if e.language == "numpyro" and not e.own_models]
 Y = np.linspace(-1.0, 1.0, 20)
 
 

@@ -30,7 +30,8 @@ import ppl_ext
 from ppl_ext.errors import InitializationError, UnsupportedModelError
 from ppl_ext.registry import entries
 
-ENTRIES = [entry for entry in entries() if entry.language == "numpyro"]
+ALL = [entry for entry in entries() if entry.language == "numpyro"]
+ENTRIES = [entry for entry in ALL if not entry.own_models]
 OTHER_METHODS = ("sequential", "parallel", jax.vmap)
 METHODS = [
     "vectorized",
@@ -81,6 +82,7 @@ def short_run(entry):
 # JAX cannot donate the collection buffer to a program under vmap, for any kernel, and says so
 @pytest.mark.filterwarnings("ignore:Some donated buffers")
 @pytest.mark.parametrize("method", METHODS, ids=lambda m: m if isinstance(m, str) else "vmap")
+@pytest.mark.parametrize("entry", ALL, ids=lambda entry: entry.name)
 def test_every_chain_method_finds_the_exact_answer(entry, method):
     """|z| < 5 on means and sds: false alarms below 1e-5 per comparison."""
     example = entry.example()

@@ -1,0 +1,282 @@
+"""What a Dirichlet-process mixture says without labels of components: clusters, pairs, density."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import pandas as pd
+import xarray as xr
+
+from ppl_ext import _arviz
+
+# points whose pairs are counted, if none are named
+_MAX_POINTS = 500
+
+
+@dataclass(frozen=True)
+class Clusters:
+    """Clusters of a run; printing it gives a text.
+
+    Parameters
+    ----------
+    summary : pandas.DataFrame
+        Mean, standard deviation, R-hat and effective sample sizes of the number of clusters, of the
+        concentration and, with labels, of the share of the largest cluster and of the probability
+        that two points are together.
+    num_clusters : pandas.Series
+        Probability of each number of clusters.
+    points : numpy.ndarray
+        Indices of the points below, shape (m,).
+    coclustering : numpy.ndarray or None
+        Probability that two points are in one cluster, shape (m, m); needs labels.
+    partition : numpy.ndarray or None
+        Point estimate of the partition of `points`, labels 0, 1, ..., shape (m,).
+    loss : str
+        The loss that `partition` minimises among the partitions that were drawn.
+    """
+
+    summary: pd.DataFrame
+    num_clusters: pd.Series
+    points: np.ndarray
+    coclustering: np.ndarray | None
+    partition: np.ndarray | None
+    loss: str
+
+    def __str__(self) -> str:
+        lines = [self.summary.to_string(), "", self.num_clusters.round(4).to_string()]
+        if self.partition is not None:
+            sizes = np.bincount(self.partition).tolist()
+            lines.append(f"partition ({self.loss}) of {len(self.points)} points: sizes {sizes}")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def clusters(
+    data: Any,
+    *,
+    name: str = "G",
+    points: Any = None,
+    loss: Literal["binder", "vi"] = "vi",
+) -> Clusters:
+    """Summarise a run of `DPSlice` by what does not depend on the numbering of components.
+
+    Parameters
+    ----------
+    data : arviz.InferenceData or xarray.DataTree
+        Of `ppl_ext.to_arviz(mcmc)`. Pairs and the partition need a run with
+        `extra_fields=("labels",)`.
+    name : str
+        Name of the process in the model.
+    points : array of int, optional
+        Points whose pairs are counted. `None`: all, or 500 spread evenly.
+    loss : {"vi", "binder"}
+        Loss of the point partition: variation of information (Meila 2007; Wade & Ghahramani 2018)
+        or Binder's, whose expectation is least among the drawn partitions.
+
+    Raises
+    ------
+    ValueError
+        When the run holds no `<name>_num_clusters`, when it has overflowed, or for a bad `loss`.
+
+    Examples
+    --------
+    >>> import jax, numpy as np, numpyro, numpyro.distributions as dist, ppl_ext
+    >>> from numpyro.infer import MCMC
+    >>> from ppl_ext.diagnostics import clusters
+    >>> from ppl_ext.numpyro import DirichletProcess, DPSlice
+    >>> def model(y):
+    ...     G = DirichletProcess("G", 1.0, lambda: numpyro.sample("mu", dist.Normal(0, 10)))
+    ...     with numpyro.plate("data", y.shape[0]):
+    ...         numpyro.sample("y", dist.Normal(G.draw(), 1), obs=y)
+    >>> y = np.repeat([-10.0, 10.0], 20)
+    >>> mcmc = MCMC(DPSlice(model), num_warmup=50, num_samples=100, progress_bar=False)
+    >>> mcmc.run(jax.random.key(0), y, extra_fields=("labels",))
+    >>> found = clusters(ppl_ext.to_arviz(mcmc))
+    >>> found.partition[0] != found.partition[-1]
+    True
+    """
+    if loss not in ("binder", "vi"):
+        raise ValueError(f'clusters: `loss` must be "binder" or "vi", got {loss!r}.')
+    posterior, stats = _groups(data)
+    number = f"{name}_num_clusters"
+    if number not in posterior:
+        raise ValueError(
+            f"clusters: the draws hold no '{number}', but {sorted(map(str, posterior))}. Give the "
+            "process's name by `name`, and a run of DPSlice."
+        )
+    overflow = np.asarray(stats["overflow"]) if "overflow" in stats else np.zeros(1, bool)
+    if overflow.any():
+        raise ValueError(
+            f"clusters: {overflow.mean():.0%} of the draws follow an overflow of the slots. Repeat "
+            "the run with more: `mcmc.sampler.rerun(mcmc)`."
+        )
+    numbers = np.asarray(posterior[number])
+    rows = {number: numbers.astype(float)}
+    if "concentration" in stats:
+        concentration = np.asarray(stats["concentration"], float)
+        if np.ptp(concentration) > 0:
+            rows["concentration"] = concentration
+    coclustering = partition = None
+    chosen = np.zeros(0, int)
+    if "labels" in stats:
+        labels = np.asarray(stats["labels"])
+        chosen = _chosen(points, labels.shape[-1])
+        subset = labels[..., chosen]
+        drawn = subset.reshape(-1, len(chosen))
+        coclustering = _coclustering(drawn)
+        partition = _partition(drawn, coclustering, loss)
+        rows["largest cluster"] = _largest(labels)
+        rows["pairs together"] = _pairs(subset)
+    frame = xr.Dataset({key: (("chain", "draw"), value) for key, value in rows.items()})
+    kind = {"kind": "all", "round_to": "none"}
+    table = _arviz.arviz().summary(_arviz.from_groups({"posterior": frame}), **kind)
+    columns = [c for c in ("mean", "sd", "ess_bulk", "ess_tail", "r_hat") if c in table]
+    values, counts = np.unique(numbers, return_counts=True)
+    return Clusters(
+        summary=table[columns].astype(float),
+        num_clusters=pd.Series(counts / counts.sum(), index=values, name="probability"),
+        points=chosen,
+        coclustering=coclustering,
+        partition=partition,
+        loss=loss,
+    )
+
+
+def predictive_density(
+    data: Any,
+    log_density: Any,
+    grid: Any,
+    *,
+    base: Any,
+    name: str = "G",
+) -> xr.DataArray:
+    """Density of a new observation on a grid, for each draw: it integrates to one.
+
+    Parameters
+    ----------
+    data : arviz.InferenceData or xarray.DataTree
+        Of `ppl_ext.to_arviz(mcmc)`.
+    log_density : callable
+        `log_density(y, sites)`: log density of an observation under one atom; `sites` maps each
+        site of the base to its values, which broadcast with `y`.
+    grid : array
+        Points, shape (g,).
+    base : callable
+        `base(key)`: one draw of the atom's sites from the base distribution, as a dict, for the
+        mass beyond the slots.
+    name : str
+        Name of the process.
+
+    Returns
+    -------
+    xarray.DataArray
+        Dimensions chain, draw, grid.
+
+    Raises
+    ------
+    ValueError
+        When the run holds no weights of the process.
+
+    Examples
+    --------
+    >>> import numpy as np, xarray as xr
+    >>> from scipy import stats
+    >>> from ppl_ext import _arviz
+    >>> from ppl_ext.diagnostics import predictive_density
+    >>> posterior = xr.Dataset({
+    ...     "G_weights": (("chain", "draw", "slot"), np.full((1, 2, 2), 0.5)),
+    ...     "mu": (("chain", "draw", "slot"), np.zeros((1, 2, 2)) + [-1.0, 1.0]),
+    ... })
+    >>> data = _arviz.from_groups({"posterior": posterior})
+    >>> log_density = lambda y, sites: stats.norm(sites["mu"]).logpdf(y)
+    >>> density = predictive_density(
+    ...     data, log_density, [0.0], base=lambda key: {"mu": np.array(0.0)})
+    >>> round(float(density[0, 0, 0]), 4)
+    0.242
+    """
+    import jax
+
+    posterior, _ = _groups(data)
+    if f"{name}_weights" not in posterior:
+        raise ValueError(f"predictive_density: the draws hold no '{name}_weights'.")
+    weights = np.asarray(posterior[f"{name}_weights"], float)
+    rest = np.maximum(1 - weights.sum(-1), 0.0)
+    keys = jax.random.split(jax.random.key(0), int(np.prod(rest.shape)))
+    new = [base(key) for key in keys]
+    grid = np.asarray(grid)
+    out = np.zeros((*rest.shape, len(grid)))
+    for position, i in enumerate(np.ndindex(rest.shape)):
+        sites = {site: np.asarray(posterior[site])[i][:, None] for site in new[0]}
+        known = np.exp(np.asarray(log_density(grid[None], sites), float))
+        fresh = {site: np.asarray(value)[None, None] for site, value in new[position].items()}
+        unknown = np.exp(np.asarray(log_density(grid[None], fresh), float))[0]
+        out[i] = weights[i] @ known + rest[i] * unknown
+    coords = {"grid": grid}
+    return xr.DataArray(out, dims=("chain", "draw", "grid"), coords=coords)
+
+
+def _groups(data: Any) -> tuple[xr.Dataset, xr.Dataset]:
+    if not _arviz.is_container(data):
+        raise TypeError(f"Expected the result of ppl_ext.to_arviz, got {type(data).__name__}.")
+    posterior = _arviz.get_group(data, "posterior")
+    stats = _arviz.get_group(data, "sample_stats")
+    if posterior is None:
+        raise ValueError("The result has no group 'posterior'.")
+    return posterior, xr.Dataset() if stats is None else stats
+
+
+def _chosen(points: Any, n: int) -> np.ndarray:
+    if points is None:
+        return np.unique(np.linspace(0, n - 1, min(n, _MAX_POINTS)).astype(int))
+    chosen = np.asarray(points)
+    if chosen.ndim != 1 or chosen.dtype.kind not in "iu" or not len(chosen):
+        raise ValueError("clusters: `points` must be a list of indices of points.")
+    if chosen.min() < 0 or chosen.max() >= n:
+        raise ValueError(f"clusters: `points` must lie between 0 and {n - 1}.")
+    return chosen
+
+
+def _coclustering(labels: np.ndarray) -> np.ndarray:
+    together = np.zeros((labels.shape[1],) * 2)
+    for draw in labels:
+        together += draw[:, None] == draw
+    return together / len(labels)
+
+
+def _partition(labels: np.ndarray, coclustering: np.ndarray, loss: str) -> np.ndarray:
+    """The drawn partition of least expected loss, with labels in the order of appearance."""
+    best, least = labels[0], np.inf
+    for draw in np.unique([_in_order(draw) for draw in labels], axis=0):
+        same = draw[:, None] == draw
+        if loss == "binder":
+            value = np.abs(same - coclustering).sum()
+        else:
+            # the lower bound of Wade & Ghahramani 2018, equation 13
+            size = same.sum(1)
+            value = (np.log2(size) - 2 * np.log2((same * coclustering).sum(1))).sum()
+        if value < least:
+            best, least = draw, value
+    return best
+
+
+def _in_order(labels: np.ndarray) -> np.ndarray:
+    _, first, inverse = np.unique(labels, return_index=True, return_inverse=True)
+    rank = np.empty_like(first)
+    rank[np.argsort(first)] = np.arange(len(first))
+    return rank[inverse]
+
+
+def _largest(labels: np.ndarray) -> np.ndarray:
+    flat = labels.reshape(-1, labels.shape[-1])
+    share = [np.bincount(draw).max() / len(draw) for draw in flat]
+    return np.array(share).reshape(labels.shape[:-1])
+
+
+def _pairs(labels: np.ndarray) -> np.ndarray:
+    flat = labels.reshape(-1, labels.shape[-1])
+    n = labels.shape[-1]
+    pairs = [(np.bincount(draw) ** 2.0).sum() / n**2 for draw in flat]
+    return np.array(pairs).reshape(labels.shape[:-1])
