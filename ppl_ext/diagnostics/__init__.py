@@ -3,6 +3,11 @@
 if __name__ != "ppl_ext.diagnostics":
     raise ImportError("import ppl_ext.diagnostics, not diagnostics")
 
+from ppl_ext.diagnostics.cluster_plots import (
+    plot_coclustering,
+    plot_num_clusters,
+    plot_predictive_density,
+)
 from ppl_ext.diagnostics.clusters import Clusters, clusters, predictive_density
 from ppl_ext.diagnostics.discrepancy import psd
 from ppl_ext.diagnostics.goodness_of_fit import PSDTest, psd_test
@@ -32,6 +37,9 @@ __all__ = [
     "imh_report",
     "ksd",
     "overhead_report",
+    "plot_coclustering",
+    "plot_num_clusters",
+    "plot_predictive_density",
     "plot_psd",
     "plot_psd_order",
     "predictive_density",

@@ -145,77 +145,67 @@ def clusters(
     )
 
 
-def predictive_density(
-    data: Any,
-    log_density: Any,
-    grid: Any,
-    *,
-    base: Any,
-    name: str = "G",
-) -> xr.DataArray:
-    """Density of a new observation on a grid, for each draw: it integrates to one.
+def predictive_density(mcmc: Any, *args: Any, **kwargs: Any) -> xr.DataArray:
+    """Density of new observations in each draw of a run: it integrates to one.
+
+    The weights of the slots times the likelihood at their atoms, and the mass beyond the slots
+    times the likelihood at a new atom of the base.
 
     Parameters
     ----------
-    data : arviz.InferenceData or xarray.DataTree
-        Of `ppl_ext.to_arviz(mcmc)`.
-    log_density : callable
-        `log_density(y, sites)`: log density of an observation under one atom; `sites` maps each
-        site of the base to its values, which broadcast with `y`.
-    grid : array
-        Points, shape (g,).
-    base : callable
-        `base(key)`: one draw of the atom's sites from the base distribution, as a dict, for the
-        mass beyond the slots.
-    name : str
-        Name of the process.
+    mcmc : numpyro.infer.MCMC
+        A finished run of `DPSlice`.
+    *args, **kwargs
+        Arguments of the model, with the new observations (a grid, say) in the place of the data.
 
     Returns
     -------
     xarray.DataArray
-        Dimensions chain, draw, grid.
+        Dimensions chain, draw, point; one density for each point of the model's data plate, in
+        1 / (unit of the observation).
 
     Raises
     ------
+    TypeError
+        When `mcmc` is no run of `DPSlice`.
     ValueError
-        When the run holds no weights of the process.
+        When the run has no draws, or has overflowed.
 
     Examples
     --------
-    >>> import numpy as np, xarray as xr
-    >>> from scipy import stats
-    >>> from ppl_ext import _arviz
+    >>> import jax, numpy as np, numpyro, numpyro.distributions as dist
+    >>> from numpyro.infer import MCMC
     >>> from ppl_ext.diagnostics import predictive_density
-    >>> posterior = xr.Dataset({
-    ...     "G_weights": (("chain", "draw", "slot"), np.full((1, 2, 2), 0.5)),
-    ...     "mu": (("chain", "draw", "slot"), np.zeros((1, 2, 2)) + [-1.0, 1.0]),
-    ... })
-    >>> data = _arviz.from_groups({"posterior": posterior})
-    >>> log_density = lambda y, sites: stats.norm(sites["mu"]).logpdf(y)
-    >>> density = predictive_density(
-    ...     data, log_density, [0.0], base=lambda key: {"mu": np.array(0.0)})
-    >>> round(float(density[0, 0, 0]), 4)
-    0.242
+    >>> from ppl_ext.numpyro import DirichletProcess, DPSlice
+    >>> def model(y):
+    ...     G = DirichletProcess("G", 1.0, lambda: numpyro.sample("mu", dist.Normal(0, 10)))
+    ...     with numpyro.plate("data", y.shape[0]):
+    ...         numpyro.sample("y", dist.Normal(G.draw(), 1), obs=y)
+    >>> mcmc = MCMC(DPSlice(model), num_warmup=50, num_samples=100, progress_bar=False)
+    >>> mcmc.run(jax.random.key(0), np.repeat([-10.0, 10.0], 20))
+    >>> grid = np.linspace(-60.0, 60.0, 601)
+    >>> density = predictive_density(mcmc, grid).mean(("chain", "draw"))
+    >>> bool(abs(float(density.sum()) * 0.2 - 1) < 0.01)
+    True
     """
-    import jax
+    from ppl_ext.numpyro import DPSlice
 
-    posterior, _ = _groups(data)
-    if f"{name}_weights" not in posterior:
-        raise ValueError(f"predictive_density: the draws hold no '{name}_weights'.")
-    weights = np.asarray(posterior[f"{name}_weights"], float)
-    rest = np.maximum(1 - weights.sum(-1), 0.0)
-    keys = jax.random.split(jax.random.key(0), int(np.prod(rest.shape)))
-    new = [base(key) for key in keys]
-    grid = np.asarray(grid)
-    out = np.zeros((*rest.shape, len(grid)))
-    for position, i in enumerate(np.ndindex(rest.shape)):
-        sites = {site: np.asarray(posterior[site])[i][:, None] for site in new[0]}
-        known = np.exp(np.asarray(log_density(grid[None], sites), float))
-        fresh = {site: np.asarray(value)[None, None] for site, value in new[position].items()}
-        unknown = np.exp(np.asarray(log_density(grid[None], fresh), float))[0]
-        out[i] = weights[i] @ known + rest[i] * unknown
-    coords = {"grid": grid}
-    return xr.DataArray(out, dims=("chain", "draw", "grid"), coords=coords)
+    if not isinstance(getattr(mcmc, "sampler", None), DPSlice):
+        raise TypeError(
+            "predictive_density takes an MCMC object with a finished run of ppl_ext.numpyro."
+            f"DPSlice, got {type(mcmc).__name__}."
+        )
+    if mcmc.last_state is None:
+        raise ValueError("predictive_density: the run has no draws yet. Call `mcmc.run` first.")
+    if np.asarray(mcmc.get_extra_fields()["overflow"]).any():
+        raise ValueError(
+            "predictive_density: draws follow an overflow of the slots. Repeat the run with more: "
+            "`mcmc.sampler.rerun(mcmc)`."
+        )
+    density = mcmc.sampler.predictive_density(
+        mcmc.get_samples(group_by_chain=True), *args, **kwargs
+    )
+    return xr.DataArray(np.asarray(density), dims=("chain", "draw", "point"))
 
 
 def _groups(data: Any) -> tuple[xr.Dataset, xr.Dataset]:

@@ -45,21 +45,23 @@ def log_gamma(key: Array, a: Array) -> Array:
     d = jnp.where(small, a + 1, a) - 1 / 3
     tiny = jnp.finfo(a.dtype).tiny
 
-    def propose(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        t, log_v, done = carry
-        u = random.uniform(random.fold_in(key, t), (2, *a.shape), a.dtype, minval=tiny)
+    def propose(carry: tuple[Array, Array, Array, Array]) -> tuple[Array, Array, Array, Array]:
+        t, log_v, log_u, done = carry
+        # the third number is for small a; one call, since each takes a second to compile
+        u = random.uniform(random.fold_in(key, t), (3, *a.shape), a.dtype, minval=tiny)
         x = jnp.sqrt(2.0).astype(a.dtype) * lax.erf_inv(2 * u[0] - 1)
         y = jnp.maximum(x / (3 * jnp.sqrt(d)), -1.0)
         root = jnp.log1p(y)
         log_ratio = x**2 / 2 + d * (3 * (root - y) - 3 * y**2 - y**3)
         accept = ~done & (y > -1) & (jnp.log(u[1]) < log_ratio)
-        return t + 1, jnp.where(accept, 3 * root, log_v), done | accept
+        keep = lambda new, old: jnp.where(accept, new, old)  # noqa: E731
+        return t + 1, keep(3 * root, log_v), keep(jnp.log(u[2]), log_u), done | accept
 
     # a shape parameter that is NaN gives NaN, and must not hold up the others
-    start = (jnp.ones((), jnp.int32), jnp.full_like(a, jnp.nan), ~(d > 0))
-    _, log_v, _ = lax.while_loop(lambda carry: ~jnp.all(carry[2]), propose, start)
-    uniform = random.uniform(random.fold_in(key, 0), a.shape, a.dtype, minval=tiny)
-    return jnp.log(d) + log_v + jnp.where(small, jnp.log(uniform) / a, 0.0)
+    nan = jnp.full_like(a, jnp.nan)
+    start = (jnp.zeros((), jnp.int32), nan, nan, ~(d > 0))
+    _, log_v, log_u, _ = lax.while_loop(lambda carry: ~jnp.all(carry[3]), propose, start)
+    return jnp.log(d) + log_v + jnp.where(small, log_u / a, 0.0)
 
 
 class Pair(Protocol):

@@ -16,8 +16,8 @@ point leaves finitely many components that any point can join: those with w_k > 
     6. P(c_i = k) proportional to 1(w_k > u_i) f(y_i | theta_k), all points at once
 
 `kgw` keeps the labels as indices of the sticks: v_k ~ Beta(1 - d + n_k, alpha + k d + n_{>k}), then
-3, 5 and 6; `kgw_independent` draws u_i ~ U(0, xi_{c_i}), xi_k = 2^-k, with weights w_k / xi_k in
-step 6, so that the number of components does not depend on the weights (Pitman-Yor).
+3, 5 and 6; `kgw_independent` draws u_i ~ U(0, xi_{c_i}) with xi_k geometric, and has the weights
+w_k / xi_k in step 6, so that the number of components does not depend on the weights (Pitman-Yor).
 
 Shapes are fixed: there are `capacity` slots. Noise of a slot has the slot's key, and sums over
 slots run in blocks of `BLOCK`, so that a larger capacity gives the same chain. Step 6 runs over as
@@ -239,14 +239,17 @@ def step(state: State, mixture: Mixture, settings: Settings, num_warmup: int = 0
         )
         leftover = None
 
-    slots = jnp.arange(settings.capacity, dtype=jnp.int32)
     independent = settings.method == "kgw_independent"
-    log_slice_width = -(slots + 1) * jnp.log(jnp.array(2.0, dtype)) if independent else log_weights
+    if independent:
+        log_ratio = jnp.log(slice_ratio(alpha, discount)).astype(dtype)
+        log_slice_width = jnp.arange(settings.capacity) * log_ratio
+    else:
+        log_slice_width = log_weights
     log_u = log_slice_width[labels] - exponential(key_slice, labels.shape, dtype)
     log_min = jnp.min(log_u)
     if independent:
         instantiated = jnp.sum(log_slice_width >= log_min).astype(jnp.int32)
-        overflow = log_slice_width[-1] + jnp.log(jnp.array(0.5, dtype)) >= log_min
+        overflow = log_slice_width[-1] + log_ratio >= log_min
         bias = log_weights - log_slice_width
     else:
         instantiated = jnp.sum(before > log_min).astype(jnp.int32)
@@ -468,6 +471,17 @@ def _swap_sticks(
         before,
         atoms,
     )
+
+
+def slice_ratio(alpha: Array, discount: Array | None) -> Array:
+    """xi_{k+1} / xi_k of `kgw_independent`.
+
+    Any ratio is exact, also one that follows alpha, since the slices are drawn after it. The mean
+    weights fall by (alpha + d) / (1 + alpha) at first; were xi to fall as fast or faster, points
+    could hardly come to late sticks or leave them.
+    """
+    d = 0.0 if discount is None else discount
+    return (1 + alpha + d) / (2 + alpha)
 
 
 # --- atoms -----------------------------------------------------------------------------------

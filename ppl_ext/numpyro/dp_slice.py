@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import random
+from jax import lax, random
 from numpyro.infer import MCMC, NUTS
 from numpyro.infer.initialization import init_to_uniform
 from numpyro.util import is_prng_key, not_jax_tracer
@@ -379,6 +379,9 @@ class DPSlice(Kernel):
         if facts.discount:
             # n^d up to a factor, and a leftover that decays by a power
             clusters, overhead = (alpha + 1) * n ** max(d, 0.1), overhead * n ** (d / 2)
+        if self._method == "kgw_independent":
+            # the slices alone say how many; a point of the last cluster adds as much again
+            overhead = 2 * math.log(n + 1) / -math.log(dp.slice_ratio(alpha, d))
         total = clusters + 6 * math.sqrt(clusters) + overhead + 6 * math.sqrt(overhead) + 8
         slots = math.ceil(min(total, _MAX_CAPACITY) / dp.BLOCK) * dp.BLOCK
         return max(slots, _MIN_CAPACITY)
@@ -428,6 +431,30 @@ class DPSlice(Kernel):
         )
         new.run(state.start_key, *mcmc._args, extra_fields=extra_fields, **mcmc._kwargs)
         return new
+
+    def predictive_density(self, samples: dict[str, Array], *args: Any, **kwargs: Any) -> Array:
+        """Density of new observations, see `ppl_ext.diagnostics.predictive_density`.
+
+        Parameters
+        ----------
+        samples : dict
+            `mcmc.get_samples(group_by_chain=True)`.
+        *args, **kwargs
+            Arguments of the model, with the new observations.
+
+        Returns
+        -------
+        Array
+            (chains, draws, points).
+        """
+        model = self._model
+        assert model is not None
+        shape = jax.tree.leaves(samples)[0].shape[:2]
+        flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), samples)
+        keys = random.split(random.key(0), shape[0] * shape[1])
+        one = lambda x: mx.predictive_density(model, args, kwargs, *x)  # noqa: E731
+        found = jax.jit(lambda draws, keys: lax.map(one, (draws, keys)))(flat, keys)
+        return found.reshape(*shape, -1)
 
     def get_diagnostics_str(self, state: State) -> str:
         """Clusters, instantiated components and slots, for the progress bar."""

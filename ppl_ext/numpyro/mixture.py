@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-from jax import random
+from jax import lax, random
 from numpyro import validation_enabled
 from numpyro.distributions import ExpandedDistribution, Independent, MaskedDistribution, Unit
 from numpyro.distributions.transforms import biject_to
@@ -274,6 +274,30 @@ def run_model(
             "`base`."
         )
     return Run(messages, *calls[0])
+
+
+def predictive_density(
+    model: Callable, args: tuple, kwargs: dict, draw: Sites, key: Array
+) -> Array:
+    """Density of the model's observations, (n,), in a draw of `DPSlice`.
+
+    Of the mass beyond the slots one atom is drawn, which makes the density right on average.
+    """
+    run = run_model(model, args, kwargs, key=key)
+    latent = [n for n, m in run.messages.items() if m["type"] == "sample" and n in draw]
+    values = {name: draw[name] for name in latent}
+    weights = draw[f"{run.process.name}_weights"]
+    process = run_model(model, args, kwargs, values, key=key).process
+    new = {name: m["value"] for name, m in process.atom_sites(key).items()}
+    atoms = {name: jnp.concatenate([draw[name], value[None]]) for name, value in new.items()}
+
+    def one(atom: Sites) -> Array:
+        each = {k: jnp.broadcast_to(v, (run.num_points, *v.shape)) for k, v in atom.items()}
+        found = run_model(model, args, kwargs, values, each, key)
+        return _log_likelihood(found, run.plate, run.num_points)
+
+    mass = jnp.append(weights, jnp.maximum(1 - jnp.sum(weights), 0.0))
+    return mass @ jnp.exp(lax.map(one, atoms))
 
 
 def num_points(model: Callable, args: tuple, kwargs: dict) -> int:
