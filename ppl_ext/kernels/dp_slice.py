@@ -7,7 +7,7 @@ with concentration alpha and discount d (0: Dirichlet process). A slice u_i ~ U(
 point leaves finitely many components that any point can join: those with w_k > min u. One sweep of
 `posterior`, which works on the partition (labels carry no information, and are 0 ... H - 1):
 
-    1. split-merge moves, with the atoms integrated out
+    1. split-merge moves, with the atoms integrated out where they have a closed form
     2. concentration given the number of clusters H: eta ~ Beta(alpha, n),
        alpha ~ Gamma(a + H, b - log eta)
     3. atoms of the clusters given their points; those of empty slots from G0
@@ -29,9 +29,9 @@ Law of the overhead, the components beyond the clusters, given L = log(leftover 
     overhead = 0 if L <= 0, else 1 + Poisson(alpha L)
 
 Sources: Ge, Chen, Wan & Ghahramani 2015 (`posterior`); Kalli, Griffin & Walker 2011, sections 3 and
-4 (`kgw`); Franzolini & Gaffi 2026, arXiv 2602.00878 (overhead O(log n)); Jain & Neal 2004 and, for
-the launch state that makes split-merge parallel, the derivation at `_split_merge`; Papaspiliopoulos
-& Roberts 2008 (moves of the labels).
+4 (`kgw`); Franzolini & Gaffi 2026, arXiv 2602.00878 (overhead O(log n)); Jain & Neal 2004 and 2007
+and, for the launch state that makes split-merge parallel, the derivation at `_split_merges`;
+Papaspiliopoulos & Roberts 2008 (moves of the labels).
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax, random
+from jax.flatten_util import ravel_pytree
 from jax.scipy.special import gammaln
 
 from ppl_ext.kernels.conjugate import Product, log_gamma
@@ -58,7 +59,14 @@ BLOCK = 16
 LAUNCH_SCANS = 2
 
 # Langevin steps of each atom in a sweep, and the acceptance at which their size settles
-ATOM_STEPS, ATOM_ACCEPTANCE = 5, 0.6
+ATOM_STEPS, ATOM_ACCEPTANCE = 3, 0.6
+
+# least curvature of an atom's posterior that steps are scaled by, in units of the base's scale
+LEAST_CURVATURE = 0.3
+
+# Newton steps of the Laplace approximations in a split-merge move without closed form, the longest
+# of them in units of the base's scale, and the degrees of freedom of proposals
+NEWTON_STEPS, NEWTON_LENGTH, PROPOSAL_DF = 3, 3.0, 5.0
 
 # clusters at the start, at most
 START_CLUSTERS = 10
@@ -78,16 +86,17 @@ class Gradient:
     draw : callable
         `draw(key)`: one atom from G0.
     log_base : callable
-        `log_base(atom)`: its log density, Jacobian included, up to a constant.
+        `log_base(atom)`: its log density, Jacobian included.
     log_likelihood : callable
         `log_likelihood(atoms)` of an atom for each point (leaves (n, ...)): shape (n,).
-    scale : PyTree
-        Standard deviations of the atom's numbers under G0.
+    center, scale : PyTree
+        Means and standard deviations of the atom's numbers under G0, about.
     """
 
     draw: Callable[[Array], PyTree]
     log_base: Callable[[PyTree], Array]
     log_likelihood: Callable[[PyTree], Array]
+    center: PyTree
     scale: PyTree
 
 
@@ -140,7 +149,7 @@ class State(NamedTuple):
     num_clusters_now: Array  # () int32, clusters of `labels`
     num_accepted: Array  # () int32, split-merge moves accepted in this sweep
     accept_prob: Array  # () of the atoms' moves; 1 in closed form
-    log_step_size: Array  # () of the atoms' moves, in units of scale / sqrt(points)
+    log_step_size: Array  # () of the atoms' moves, in units of their curvature
     i: Array  # () int32, sweeps
     rng_key: Array
 
@@ -183,7 +192,7 @@ def init(key: Array, mixture: Mixture, settings: Settings) -> State:
         num_clusters_now=clusters,
         num_accepted=none,
         accept_prob=zero + 1,
-        log_step_size=zero - 1.0,
+        log_step_size=zero,
         i=none,
         rng_key=key,
     )
@@ -195,7 +204,8 @@ def step(state: State, mixture: Mixture, settings: Settings, num_warmup: int = 0
     key, key_moves, key_alpha, key_atoms, key_weights, key_sticks, key_slice, key_pick, key_swap = (
         keys
     )
-    labels, alpha, dtype = state.labels, state.concentration, state.concentration.dtype
+    labels, atoms = state.labels, state.atoms
+    alpha, dtype = state.concentration, state.concentration.dtype
     no_slot = jnp.array(False)
     accepted = jnp.zeros((), jnp.int32)
     if mixture.prior is None:
@@ -205,9 +215,8 @@ def step(state: State, mixture: Mixture, settings: Settings, num_warmup: int = 0
     counts = count(labels, settings.capacity)
     if settings.method == "posterior":
         if settings.split_merge and mixture.num_points > 1:
-            assert isinstance(mixture.atoms, Product)
-            labels, counts, accepted, no_slot = _split_merges(
-                key_moves, labels, counts, alpha, mixture.atoms, discount, settings
+            labels, counts, atoms, accepted, no_slot = _split_merges(
+                key_moves, labels, counts, atoms, alpha, mixture, settings
             )
         clusters = jnp.sum(counts > 0).astype(jnp.int32)
         if mixture.prior is not None:
@@ -223,7 +232,9 @@ def step(state: State, mixture: Mixture, settings: Settings, num_warmup: int = 0
         atoms = _draw_product(key_atoms, labels, mixture.atoms, settings)
         accept_prob, log_step_size = state.accept_prob, state.log_step_size
     else:
-        atoms, accept_prob = _move_gradient(key_atoms, state, labels, counts, mixture.atoms)
+        atoms, accept_prob = _move_gradient(
+            key_atoms, atoms, state.log_step_size, labels, counts, mixture.atoms
+        )
         rate = (state.i + 1.0).astype(dtype) ** -0.6
         adapted = state.log_step_size + rate * (accept_prob - ATOM_ACCEPTANCE)
         log_step_size = jnp.where(state.i < num_warmup, adapted, state.log_step_size)
@@ -502,74 +513,74 @@ def _draw_product(key: Array, labels: Array, atoms: Product, settings: Settings)
 
 
 def _move_gradient(
-    key: Array, state: State, labels: Array, counts: Array, atoms: Gradient
+    key: Array, x: PyTree, log_step_size: Array, labels: Array, counts: Array, atoms: Gradient
 ) -> tuple[PyTree, Array]:
     """Langevin steps of all clusters at once, each accepted by itself; new atoms elsewhere.
 
-    Slots are independent given the labels, so that the gradient of the sum is each slot's own.
+    The steps of an atom are scaled by the curvature of its posterior where it is, of whichever
+    sign (Girolami & Calderhead 2011, section 5, without the derivatives of the metric). Slots are
+    independent given the labels, so that the gradient of the sum is each slot's own.
     """
-    capacity = counts.shape[0]
+    capacity, dtype = counts.shape[0], log_step_size.dtype
     occupied = counts > 0
-    dtype = state.concentration.dtype
-    step_size = jnp.exp(state.log_step_size) / jnp.sqrt(jnp.maximum(counts, 1).astype(dtype))
-    by_slot = lambda x, like: x.reshape(x.shape + (1,) * (like.ndim - 1))  # noqa: E731
-    widths = jax.tree.map(
-        lambda leaf, sd: by_slot(step_size, leaf) * sd[None], state.atoms, atoms.scale
-    )
+    center, as_atom = ravel_pytree(atoms.center)
+    scale = ravel_pytree(atoms.scale)[0]
+    size = center.shape[0]
+    step_size = jnp.exp(log_step_size)
 
-    def densities(x: PyTree) -> Array:
+    def density(u: Array) -> Array:
+        x = jax.vmap(as_atom)(center + scale * u)
         each = atoms.log_likelihood(jax.tree.map(lambda leaf: leaf[labels], x))
         return jax.ops.segment_sum(each, labels, capacity) + jax.vmap(atoms.log_base)(x)
 
-    def value_and_grad(x: PyTree) -> tuple[Array, PyTree]:
-        value, pull_back = jax.vjp(densities, x)
-        return value, pull_back(jnp.ones_like(value))[0]
+    def local(u: Array) -> tuple[Array, ...]:
+        """Log density, curvature and its axes, and where a step leads on average, by slot."""
+        value, pull_back = jax.vjp(density, u)
+        gradient = lambda u: jax.vjp(density, u)[1](jnp.ones_like(value))[0]  # noqa: E731
+        along = lambda e: jax.jvp(gradient, (u,), (jnp.broadcast_to(e, u.shape),))[1]  # noqa: E731
+        hessian = jnp.moveaxis(jax.vmap(along)(jnp.eye(size, dtype=dtype)), 0, -1)
+        values, vectors = _curvature(hessian)
+        slope = jnp.einsum("kij,ki->kj", vectors, pull_back(jnp.ones_like(value))[0])
+        drift = jnp.einsum("kij,kj->ki", vectors, slope / values)
+        return value, values, vectors, u + step_size**2 / 2 * drift
 
-    def total(x: PyTree) -> Array:
-        leaves = [leaf.reshape(capacity, -1) for leaf in jax.tree.leaves(x)]
-        return jnp.sum(jnp.concatenate(leaves, 1), 1)
+    def log_proposal(y: Array, here: tuple[Array, ...]) -> Array:
+        _, values, vectors, mean = here
+        noise = jnp.einsum("kij,ki->kj", vectors, y - mean) * jnp.sqrt(values) / step_size
+        return jnp.sum(jnp.log(values) - noise**2, 1) / 2
 
     def one(t: int, carry: Any) -> Any:
-        x, value, grad, _ = carry
+        u, here, _ = carry
         key_noise, key_uniform = random.split(random.fold_in(key, t))
-        keys = _slot_keys(key_noise, capacity)
-        leaves, tree = jax.tree.flatten(x)
-        noise = jax.tree.unflatten(
-            tree,
-            [
-                jax.vmap(
-                    lambda k, i=i, leaf=leaf: random.normal(
-                        random.fold_in(k, i), leaf.shape[1:], leaf.dtype
-                    )
-                )(keys)
-                for i, leaf in enumerate(leaves)
-            ],
+        noise = jax.vmap(lambda k: random.normal(k, (size,), dtype))(
+            _slot_keys(key_noise, capacity)
         )
-        y = jax.tree.map(lambda x, g, s, e: x + s**2 / 2 * g + s * e, x, grad, widths, noise)
-        new, new_grad = value_and_grad(y)
-        back = jax.tree.map(lambda x, y, g, s: (x - y - s**2 / 2 * g) / s, x, y, new_grad, widths)
-        squares = jax.tree.map(lambda e, b: (e**2 - b**2) / 2, noise, back)
-        log_ratio = new - value + total(squares)
+        _, values, vectors, mean = here
+        y = mean + step_size * jnp.einsum("kij,kj->ki", vectors, noise / jnp.sqrt(values))
+        there = local(y)
+        log_ratio = there[0] - here[0] + log_proposal(u, there) - log_proposal(y, here)
         prob = jnp.where(jnp.isnan(log_ratio), 0.0, jnp.exp(jnp.minimum(log_ratio, 0.0)))
         uniform = jax.vmap(lambda k: random.uniform(k, dtype=dtype))(
             _slot_keys(key_uniform, capacity)
         )
         accept = occupied & (uniform < prob)
-        pick = lambda a, b: jnp.where(by_slot(accept, a), a, b)  # noqa: E731
+        pick = lambda a, b: jnp.where(accept.reshape(-1, *[1] * (a.ndim - 1)), a, b)  # noqa: E731
         clusters = jnp.maximum(jnp.sum(occupied), 1)
-        mean = _sum(jnp.where(occupied, prob, 0.0)) / clusters
-        return (
-            jax.tree.map(pick, y, x),
-            pick(new, value),
-            jax.tree.map(pick, new_grad, grad),
-            mean.astype(dtype),
-        )
+        mean_prob = _sum(jnp.where(occupied, prob, 0.0)) / clusters
+        return pick(y, u), jax.tree.map(pick, there, here), mean_prob.astype(dtype)
 
-    start = (state.atoms, *value_and_grad(state.atoms), jnp.zeros((), dtype))
-    moved, _, _, accept_prob = lax.fori_loop(0, ATOM_STEPS, one, start)
+    u = (jax.vmap(lambda leaf: ravel_pytree(leaf)[0])(x) - center) / scale
+    u, _, accept_prob = lax.fori_loop(0, ATOM_STEPS, one, (u, local(u), jnp.zeros((), dtype)))
     fresh = jax.vmap(atoms.draw)(_slot_keys(random.fold_in(key, ATOM_STEPS), capacity))
-    keep = lambda a, b: jnp.where(by_slot(occupied, a), a, b)  # noqa: E731
+    moved = jax.vmap(as_atom)(center + scale * u)
+    keep = lambda a, b: jnp.where(occupied.reshape(-1, *[1] * (a.ndim - 1)), a, b)  # noqa: E731
     return jax.tree.map(keep, moved, fresh), accept_prob
+
+
+def _curvature(hessian: Array) -> tuple[Array, Array]:
+    """Size of the curvature along its axes, no less than a fraction of the base's, and the axes."""
+    values, vectors = jnp.linalg.eigh(-hessian)
+    return jnp.maximum(jnp.abs(values), LEAST_CURVATURE), vectors
 
 
 # --- labels ----------------------------------------------------------------------------------
@@ -664,38 +675,17 @@ def _split_merges(
     key: Array,
     labels: Array,
     counts: Array,
+    atoms: PyTree,
     alpha: Array,
-    atoms: Product,
-    discount: Array | None,
+    mixture: Mixture,
     settings: Settings,
-) -> tuple[Array, Array, Array, Array]:
-    """`settings.split_merge` moves: labels, cluster sizes, number accepted, slots that lacked."""
+) -> tuple[Array, Array, PyTree, Array, Array]:
+    """`settings.split_merge` moves: labels, cluster sizes, atoms, number accepted, lack of slots.
 
-    def one(t: int, carry: Any) -> Any:
-        labels, counts, accepted, no_slot = carry
-        labels, counts, accept, full = _split_merge(
-            random.fold_in(key, t), labels, counts, alpha, atoms, discount, settings
-        )
-        return labels, counts, accepted + accept, no_slot | full
-
-    start = (labels, counts, jnp.zeros((), jnp.int32), jnp.array(False))
-    return lax.fori_loop(0, settings.split_merge, one, start)
-
-
-def _split_merge(
-    key: Array,
-    labels: Array,
-    counts: Array,
-    alpha: Array,
-    atoms: Product,
-    discount: Array | None,
-    settings: Settings,
-) -> tuple[Array, Array, Array, Array]:
-    """Split the cluster of two random points, or merge their clusters; all points at once.
-
-    Of the clusters' other points S, a fair coin and `LAUNCH_SCANS` scans make a launch split; each
-    scan draws theta_a and theta_b given the split before, which has a share omega of the points on
-    side a, then all of S independently with
+    A move splits the cluster of two random points i and j, or merges their clusters; all points at
+    once. Of the clusters' other points S, a fair coin or the atoms that suit i and j, then
+    `LAUNCH_SCANS` scans make a launch split; each scan draws theta_a and theta_b given the split
+    before, which has a share omega of the points on side a, then all of S independently with
 
         p_m = omega f(y_m | theta_a) / (omega f(y_m | theta_a) + (1 - omega) f(y_m | theta_b))
 
@@ -703,22 +693,83 @@ def _split_merge(
     for a merge, q is the same product at the split that is there. The launch does not look at that
     split, so that given the launch both moves are each other's reverse:
 
-        A(split) = p(labels split, y) / (p(labels merged, y) q),   A(merge) = 1 / A(split)
+        A(split) = p(labels split) m(y_a) m(y_b) / (p(labels merged) m(y_ab) q),
+        A(merge) = 1 / A(split)
 
-    with the atoms integrated out of p.
+    With atoms in closed form m is the marginal likelihood. Else the atoms are part of the move:
+    theta' is drawn from a law g(. | y) around the mode of f(y | theta) g0(theta), a function of
+    the points and the launch alone, and m(y) is f(y | theta) g0(theta) / g(theta | y) at the atom
+    proposed, or at the one that is there.
     """
-    n, dtype = labels.shape[0], alpha.dtype
-    key_i, key_j, key_scans, key_accept = random.split(key, 4)
-    i = random.randint(key_i, (), 0, n)
-    j = (i + random.randint(key_j, (), 1, n)) % n
+
+    def one(t: int, carry: Any) -> Any:
+        labels, counts, atoms, accepted, no_slot = carry
+        key_i, key_j, key_move, key_accept = random.split(random.fold_in(key, t), 4)
+        n = mixture.num_points
+        i = random.randint(key_i, (), 0, n)
+        j = (i + random.randint(key_j, (), 1, n)) % n
+        same = labels[i] == labels[j]
+        if isinstance(mixture.atoms, Product):
+            sides, sizes, log_ratio = _split_product(
+                key_move, i, j, labels, mixture.atoms, settings
+            )
+        else:
+            sides, sizes, log_ratio, new = _split_gradient(
+                key_move, i, j, labels, atoms, mixture.atoms
+            )
+        clusters = jnp.sum(counts > 0).astype(jnp.int32)
+        merged = jnp.where(same, clusters, clusters - 1)
+        d = jnp.zeros((), alpha.dtype) if mixture.discount is None else mixture.discount
+        a, b = sizes[0].astype(alpha.dtype), sizes[1].astype(alpha.dtype)
+        log_ratio += (
+            jnp.log(alpha + merged * d)
+            + gammaln(a - d)
+            + gammaln(b - d)
+            - gammaln(1 - d)
+            - gammaln(a + b - d)
+        )
+        log_ratio = jnp.where(same, log_ratio, -log_ratio)
+        # no move where the ratio is NaN, for its reverse has the same
+        accept = jnp.log(random.uniform(key_accept, dtype=alpha.dtype)) < log_ratio
+        full = accept & same & (clusters >= settings.capacity)
+
+        # clusters stay 0 ... H - 1: a new one comes last, and the last takes a merged one's place
+        label_i, label_j, last = labels[i], labels[j], clusters - 1
+        inside = (labels == label_i) | (labels == label_j)
+        split = jnp.where(inside, jnp.where(sides, label_i, clusters), labels)
+        joined = jnp.where(inside, label_i, labels)
+        joined = jnp.where(joined == last, label_j, joined)
+        labels = jnp.where(accept, jnp.where(same, split, joined), labels).astype(jnp.int32)
+        if isinstance(mixture.atoms, Gradient):
+
+            def moved(leaf: Array, side_a: Array, side_b: Array, both: Array) -> Array:
+                split = leaf.at[label_i].set(side_a).at[clusters].set(side_b, mode="drop")
+                joined = leaf.at[label_i].set(both)
+                joined = joined.at[label_j].set(joined[last])
+                return jnp.where(accept, jnp.where(same, split, joined), leaf)
+
+            atoms = jax.tree.map(moved, atoms, *new)
+        counts = count(labels, settings.capacity)
+        return labels, counts, atoms, accepted + accept, no_slot | full
+
+    start = (labels, counts, atoms, jnp.zeros((), jnp.int32), jnp.array(False))
+    return lax.fori_loop(0, settings.split_merge, one, start)
+
+
+def _split_product(
+    key: Array, i: Array, j: Array, labels: Array, atoms: Product, settings: Settings
+) -> tuple[Array, Array, Array]:
+    """Sides of a split (n,), sizes (2,), and log of m(y_a) m(y_b) / (m(y_ab) q)."""
+    n = labels.shape[0]
+    chunk = min(settings.chunk, n)
+    dtype = jax.eval_shape(lambda: atoms.statistics(0, 1)).dtype
     label_i, label_j = labels[i], labels[j]
     same = label_i == label_j
-    chunk = min(settings.chunk, n)
 
     def scan(t: Array, carry: Any) -> Any:
         """Sides of the points, sums of both sides, log q; then the odds for the next scan."""
         sides, (difference, prior), *_ = carry
-        key_scan, key_atoms = random.split(random.fold_in(key_scans, t))
+        key_scan, key_atoms = random.split(random.fold_in(key, t))
         last = t == LAUNCH_SCANS + 1
 
         def one(start: Array, fresh: Array, carry: Any) -> Any:
@@ -755,34 +806,100 @@ def _split_merge(
     sides, _, totals, sizes, log_q = lax.fori_loop(
         0, LAUNCH_SCANS + 2, scan, (jnp.zeros(n, bool), coin, *nothing)
     )
+    both = atoms.log_marginal(totals[0] + totals[1])
+    log_ratio = atoms.log_marginal(totals[0]) + atoms.log_marginal(totals[1]) - both - log_q
+    return sides, sizes, log_ratio
 
-    clusters = jnp.sum(counts > 0).astype(jnp.int32)
-    merged = jnp.where(same, clusters, clusters - 1)
-    d = jnp.zeros((), dtype) if discount is None else discount
-    a, b = sizes[0].astype(dtype), sizes[1].astype(dtype)
-    log_ratio = (
-        jnp.log(alpha + merged * d)
-        + gammaln(a - d)
-        + gammaln(b - d)
-        - gammaln(1 - d)
-        - gammaln(a + b - d)
-        + atoms.log_marginal(totals[0])
-        + atoms.log_marginal(totals[1])
-        - atoms.log_marginal(totals[0] + totals[1])
-        - log_q
-    )
-    log_ratio = jnp.where(same, log_ratio, -log_ratio)
-    accept = jnp.log(random.uniform(key_accept, dtype=dtype)) < log_ratio
 
-    # clusters stay 0 ... H - 1: a new one comes last, and the last takes a merged one's place
+def _split_gradient(
+    key: Array, i: Array, j: Array, labels: Array, x: PyTree, atoms: Gradient
+) -> tuple[Array, Array, Array, list[PyTree]]:
+    """As `_split_product`, and the atoms of side a, of side b, and of both merged."""
+    center, as_atom = ravel_pytree(atoms.center)
+    scale = ravel_pytree(atoms.scale)[0]
+    n, size, dtype = labels.shape[0], center.shape[0], center.dtype
+    label_i, label_j = labels[i], labels[j]
+    same = label_i == label_j
     inside = (labels == label_i) | (labels == label_j)
-    split = jnp.where(inside, jnp.where(sides, label_i, clusters), labels)
-    joined = jnp.where(inside, label_i, labels)
-    joined = jnp.where(joined == clusters - 1, label_j, joined)
-    new = jnp.where(same, split, joined)
-    labels = jnp.where(accept, new, labels).astype(jnp.int32)
-    full = accept & same & (clusters >= settings.capacity)
-    return labels, count(labels, settings.capacity), accept.astype(jnp.int32), full
+    index = jnp.arange(n)
+    free = inside & (index != i) & (index != j)
+
+    def log_likelihood(u: Array) -> Array:
+        each = lambda leaf: jnp.broadcast_to(leaf, (n, *leaf.shape))  # noqa: E731
+        return atoms.log_likelihood(jax.tree.map(each, as_atom(center + scale * u)))
+
+    def log_joint(u: Array, members: Array) -> Array:
+        each = jnp.where(members, log_likelihood(u), 0.0)
+        return jnp.sum(each) + atoms.log_base(as_atom(center + scale * u))
+
+    def curvature(u: Array, members: Array) -> tuple[Array, Array]:
+        return _curvature(jax.hessian(log_joint)(u, members))
+
+    def newton(members: Array, u: Array) -> Array:
+        values, vectors = curvature(u, members)
+        step = vectors @ ((vectors.T @ jax.grad(log_joint)(u, members)) / values)
+        length = jnp.linalg.norm(step)
+        return u + step * jnp.minimum(1.0, NEWTON_LENGTH / jnp.maximum(length, 1e-30))
+
+    def log_proposal(u: Array, mode: Array, values: Array, vectors: Array) -> Array:
+        """Student's t around a mode, up to what is the same for all."""
+        squares = jnp.sum(values * (vectors.T @ (u - mode)) ** 2)
+        tail = jnp.log1p(squares / PROPOSAL_DF)
+        return jnp.sum(jnp.log(values)) / 2 - (PROPOSAL_DF + size) / 2 * tail
+
+    def draw(key: Array, mode: Array, values: Array, vectors: Array) -> Array:
+        key_normal, key_gamma = random.split(key)
+        spread = jnp.exp(log_gamma(key_gamma, jnp.array(PROPOSAL_DF / 2, dtype)))
+        noise = random.normal(key_normal, (size,), dtype) * jnp.sqrt(PROPOSAL_DF / (2 * spread))
+        return mode + vectors @ (noise / jnp.sqrt(values))
+
+    def scan(t: Array, carry: Any) -> Any:
+        """Modes of the two sides and of both, atoms drawn there, then sides of the points."""
+        sides, first, modes, *_, log_q = carry
+        key_scan, key_atoms = random.split(random.fold_in(key, t))
+        # at first only i and j have a side
+        seen = jnp.where(first, inside & ~free, inside)
+        members = jnp.stack([seen & sides, seen & ~sides, inside])
+        modes = lax.fori_loop(0, NEWTON_STEPS, lambda _, u: jax.vmap(newton)(members, u), modes)
+        values, vectors = jax.vmap(curvature)(modes, members)
+        u = jax.vmap(draw)(random.split(key_atoms, 3), modes, values, vectors)
+        likelihood = jax.vmap(log_likelihood)(u[:2])
+        log_sizes = jnp.log(jnp.sum(members[:2], 1).astype(dtype))
+        logits = likelihood[0] - likelihood[1] + log_sizes[0] - log_sizes[1]
+        side = logits + random.logistic(key_scan, (n,), dtype) > 0
+        side = jnp.where((t == LAUNCH_SCANS) & ~same, labels == label_i, side)
+        side = (side | (index == i)) & (index != j)
+        new_log_q = jnp.sum(
+            jnp.where(free, jax.nn.log_sigmoid(jnp.where(side, logits, -logits)), 0.0)
+        )
+        done = t > LAUNCH_SCANS
+        sides, log_q = jnp.where(done, sides, side), jnp.where(done, log_q, new_log_q)
+        # the merged atom is looked for between the others, whatever the points' sides now
+        modes = modes.at[2].set(jnp.where(done, modes[2], (modes[0] + modes[1]) / 2))
+        return sides, jnp.array(False), modes, values, vectors, u, log_q
+
+    zeros = jnp.zeros((3, size), dtype)
+    blank = jnp.zeros((3, size), dtype), jnp.zeros((3, size, size), dtype), zeros
+    start = (index == i, jnp.array(True), zeros, *blank, jnp.zeros((), dtype))
+    sides, _, modes, values, vectors, u, log_q = lax.fori_loop(0, LAUNCH_SCANS + 2, scan, start)
+
+    old = jax.vmap(lambda leaf: (ravel_pytree(leaf)[0] - center) / scale)(
+        jax.tree.map(lambda leaf: leaf[jnp.stack([label_i, label_j, label_i])], x)
+    )
+    # a split keeps the merged atom that is there, a merge the two of the sides
+    u = jnp.where(same == jnp.array([True, True, False])[:, None], u, old)
+    members = jnp.stack([inside & sides, inside & ~sides, inside])
+    log_m = jax.vmap(log_joint)(u, members) - jax.vmap(log_proposal)(u, modes, values, vectors)
+    # constants of the proposal's density, which m has once more in a split
+    constant = (
+        gammaln((PROPOSAL_DF + size) / 2)
+        - gammaln(PROPOSAL_DF / 2)
+        - size / 2 * jnp.log(PROPOSAL_DF * jnp.pi)
+        - jnp.sum(jnp.log(scale))
+    )
+    log_ratio = log_m[0] + log_m[1] - log_m[2] - constant - log_q
+    new = [as_atom(center + scale * u[k]) for k in range(3)]
+    return sides, jnp.sum(members[:2], 1, dtype=jnp.int32), log_ratio, new
 
 
 # --- start -----------------------------------------------------------------------------------

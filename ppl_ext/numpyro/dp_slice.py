@@ -67,8 +67,8 @@ class DPSlice(Kernel):
         How atoms are drawn. `auto`: in closed form where base and likelihood are conjugate, else
         by gradient (Langevin) moves with an accept step. `ppl_ext.explain` says which.
     split_merge : "auto" or int
-        Split-merge moves per sweep; they need closed-form atoms and the method `posterior`.
-        `auto`: five, from 20,000 points on one.
+        Split-merge moves per sweep, with the method `posterior`. `auto`: five, from 20,000 points
+        on one; by gradient, where a move costs several sweeps, one, from 20,000 points on none.
     capacity : "auto" or int
         Slots for components, a multiple of 16. `auto`: chosen from the number of points and the
         concentration. When a sweep needs more, `overflow` is set, draws from then on are NaN (-1
@@ -350,12 +350,11 @@ class DPSlice(Kernel):
         closed = facts.links is not None
         split_merge = self._split_merge
         if split_merge == "auto":
-            many = _SPLIT_MERGE if n < _SPLIT_MERGE_ONE else 1
-            split_merge = many if closed and self._method == "posterior" else 0
-        elif split_merge and not closed:
-            raise argument_error(
-                "DPSlice", "split_merge", split_merge, f'0 or "auto" for this model: {facts.path}'
-            )
+            split_merge = 0
+            if self._method == "posterior":
+                # without a closed form a move costs several sweeps
+                few, one = (_SPLIT_MERGE, 1) if closed else (1, 0)
+                split_merge = few if n < _SPLIT_MERGE_ONE else one
         chunk = _CHUNK if self._chunk == "auto" else self._chunk
         capacity = self._capacity
         if capacity == "auto":

@@ -137,6 +137,7 @@ class Facts:
                 draw=lambda key: self._unconstrained_draw(key, process, transforms),
                 log_base=lambda z: self._log_base(z, process, transforms),
                 log_likelihood=lambda z: self._log_likelihood(z, transforms, args, kwargs, values),
+                center=jax.tree.map(lambda x: jnp.mean(x, 0), draws),
                 scale=jax.tree.map(lambda x: jnp.maximum(jnp.std(x, 0), 1e-6), draws),
             )
         return Mixture(

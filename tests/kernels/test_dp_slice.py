@@ -27,6 +27,33 @@ ROWS = {"y": jnp.asarray(Y, jnp.float32)[:, None], "offset": 20 * ONE, "scale": 
 ATOMS = cj.Product((cj.Member(cj.NormalInverseGamma(True), ROWS, PRIOR),), N)
 
 
+def _draw(key):
+    precision, mu = jnp.exp(cj.log_gamma(key, jnp.array(2.0))) / 2, jax.random.normal(key)
+    return {"mu": 20 + mu / jnp.sqrt(0.1 * precision), "log_s2": -jnp.log(precision)}
+
+
+def _log_base(atom):
+    """Log density of mu and log s2."""
+    log_s2 = atom["log_s2"]
+    log_normal = jax.scipy.stats.norm.logpdf(atom["mu"], 20.0, jnp.exp(log_s2 / 2) / 0.1**0.5)
+    return jnp.log(4.0) - 2 * log_s2 - 2 * jnp.exp(-log_s2) + log_normal
+
+
+def _log_likelihood(atoms):
+    squares = (jnp.asarray(Y, jnp.float32) - atoms["mu"]) ** 2 * jnp.exp(-atoms["log_s2"])
+    return -(squares + atoms["log_s2"]) / 2
+
+
+# the same base and likelihood without their closed form
+ONE_BY_ONE = dp.Gradient(
+    draw=_draw,
+    log_base=_log_base,
+    log_likelihood=_log_likelihood,
+    center={"mu": jnp.float32(20.0), "log_s2": jnp.float32(0.3)},
+    scale={"mu": jnp.float32(4.0), "log_s2": jnp.float32(0.8)},
+)
+
+
 @cache
 def partitions():
     """All partitions of nine points as labels, and the log marginal likelihood of each."""
@@ -180,6 +207,47 @@ def test_a_sweep_of_the_partition_keeps_the_posterior(split_merge):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_sweep_without_closed_form_keeps_the_posterior(broken, monkeypatch):
+    """As above, labels and atoms; |z| < 4.5. A Laplace approximation 10 % too tight is seen."""
+    if broken:
+        # proposals are drawn with other degrees of freedom than their density has
+        right = dp.log_gamma
+        monkeypatch.setattr(dp, "log_gamma", lambda key, a: right(key, a) + 0.1 * (a.ndim == 0))
+    settings = dp.Settings("posterior", 64, 16, 3)
+    run, start = sweeps("posterior", 3, 2, atoms=ONE_BY_ONE)
+    for alpha in (0.5, 3.0):
+        probability = exact(alpha)
+        labels = draw_partitions(probability, 1)
+        keys = jax.random.split(jax.random.key(5), len(labels))
+        draw = lambda key, c: dp._draw_product(key, c, ATOMS, settings)[0]  # noqa: E731
+        exact_atoms = jax.jit(jax.vmap(draw))(keys, jnp.asarray(labels, jnp.int32))
+        atoms = {
+            "mu": 20 + exact_atoms["mean"][..., 0],
+            "log_s2": jnp.log(exact_atoms["spread"][..., 0]),
+        }
+        before = start(labels, alpha)._replace(atoms=atoms)
+        after = run(before, alpha, 0.0)
+        fine = ~np.asarray(after.overflow)
+        assert fine.mean() > 0.999
+        z = [largest_z(np.asarray(after.labels)[fine], probability)]
+        chain = np.arange(len(labels))
+        for point in (0, N - 1):
+            for name, middle in (("mu", 20.0), ("log_s2", 0.0)):
+                there, here = (
+                    np.asarray(s.atoms[name])[chain, np.asarray(s.labels)[:, point]]
+                    for s in (after, before)
+                )
+                change = (np.tanh(there - middle) - np.tanh(here - middle))[fine]
+                z.append(abs(change.mean()) / change.std() * np.sqrt(len(change)))
+        assert 0.2 < after.num_accepted.mean() < 3
+        if broken:
+            assert max(z) > 6
+            return
+        assert max(z) < 4.5
+
+
+@pytest.mark.slow
 def test_pitman_yor_keeps_the_posterior_and_is_the_dirichlet_process_at_zero():
     run, start = sweeps("posterior", 2, 2, discount=True, capacity=128)
     for d in (0.0, 0.1):
@@ -255,46 +323,25 @@ def test_random_concentration_keeps_the_posterior(method):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("broken", ["floor", "escobar_west", "order", "overflow"])
+@pytest.mark.parametrize("broken", ["floor", "order", "overflow"])
 def test_known_mistakes_are_seen(broken, monkeypatch):
-    """The same comparisons fail, |z| > 6, where the code is wrong on purpose."""
-    if broken == "escobar_west":
-        labels, alpha, marginal, mean, sd = draw_with_concentration(5)
-        labels = np.concatenate(
-            [
-                in_stick_order(c[None], a, 0.0, i)
-                for i, (c, a) in enumerate(zip(labels, alpha, strict=True))
-            ]
-        )
-        prior = (jnp.float32(2.0), jnp.float32(4.0))
-
-        def wrong(key, state, counts, shape, rate):
-            clusters = jnp.sum(counts > 0)
-            return dp._concentration_of_partition(
-                key, state.concentration, clusters, N, shape, rate
-            )
-
-        monkeypatch.setattr(dp, "_concentration_of_sticks", wrong)
-        run, start = sweeps("kgw", 0, 40, prior=prior, capacity=128)
-        after = run(start(np.minimum(labels, 127), alpha), 1.0, 0.0)
-        z = abs(after.concentration.mean() - mean) / (sd / np.sqrt(CHAINS))
-        assert max(z, largest_z(after.labels, marginal)) > 6
-        return
+    """The same comparison fails, |z| > 6, where the code is wrong on purpose."""
     capacity, alpha = 64, 1.0
     if broken == "floor":
         right = dp.exponential
         monkeypatch.setattr(dp, "exponential", lambda *a: jnp.minimum(right(*a), 1.0))
     if broken == "order":
-        # labels are drawn before the sticks are extended: only clusters can be joined
+        # labels are drawn before the leftover is broken into sticks
         right_assign = dp._assign
 
-        def wrong_assign(key, labels, log_u, atoms, width, bias, instantiated, *rest):
+        def wrong_assign(key, labels, log_u, atoms, width, *rest):
             clusters = jnp.sum(dp.count(labels, capacity) > 0)
-            return right_assign(key, labels, log_u, atoms, width, bias, clusters, *rest)
+            width = jnp.where(jnp.arange(capacity) < clusters, width, -jnp.inf)
+            return right_assign(key, labels, log_u, atoms, width, *rest)
 
         monkeypatch.setattr(dp, "_assign", wrong_assign)
     if broken == "overflow":
-        capacity, alpha = 16, 3.0
+        capacity, alpha = 16, 10.0
         right_weights = dp._weights_of_partition
 
         def unseen(*args):
@@ -306,6 +353,47 @@ def test_known_mistakes_are_seen(broken, monkeypatch):
     probability = exact(alpha)
     after = run(start(draw_partitions(probability, 6), alpha), alpha, 0.0)
     assert largest_z(after.labels, probability) > 6
+
+
+def test_concentration_given_sticks_keeps_their_joint_law():
+    """Prior draws of concentration, sticks and labels; 20,000, |z| < 4.5: 7e-6 false alarms each.
+
+    The rule for partitions (Escobar & West) keeps the law of the concentration and the partition,
+    but not that of the labels, which are in the order of the sticks.
+    """
+    shape, rate, number, capacity = 2.0, 1.0, 20_000, 64
+    rng = np.random.default_rng(1)
+    alpha = rng.gamma(shape, 1 / rate, number)
+    rest = -rng.exponential(size=(number, capacity)) / alpha[:, None]
+    before = np.column_stack([np.zeros(number), np.cumsum(rest, 1)])
+    log_weights = before[:, :-1] + np.log(-np.expm1(rest))
+    labels = (1 - np.exp(before[:, None, 1:]) < rng.uniform(size=(number, N, 1))).sum(-1)
+    labels = np.minimum(labels, capacity - 1)
+    settings = dp.Settings("kgw", capacity, 16, 0)
+    prior = jnp.float32(shape), jnp.float32(rate)
+    state = start_at(labels, settings, dp.Mixture(N, ATOMS, prior=prior), alpha)._replace(
+        log_weights=jnp.asarray(log_weights, jnp.float32),
+        log_leftover=jnp.asarray(before[:, -1], jnp.float32),
+        i=jnp.ones(number, jnp.int32),
+    )
+
+    def of_sticks(state):
+        counts = dp.count(state.labels, capacity)
+        return dp._concentration_of_sticks(state.rng_key, state, counts, *prior)
+
+    def of_partition(state):
+        clusters = jnp.sum(dp.count(state.labels, capacity) > 0)
+        rule = dp._concentration_of_partition
+        return rule(state.rng_key, state.concentration, clusters, N, *prior)
+
+    def largest_z(rule):
+        new = np.asarray(jax.jit(jax.vmap(rule))(state), float)
+        last = labels.max(1)
+        found = [new - alpha, new**2 - alpha**2, (new - alpha) * last, (new - alpha) * rest[:, 0]]
+        return max(abs(x.mean()) / x.std() * np.sqrt(number) for x in found)
+
+    assert largest_z(of_sticks) < 4.5
+    assert largest_z(of_partition) > 6
 
 
 @pytest.mark.slow
