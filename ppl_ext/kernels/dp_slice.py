@@ -127,12 +127,13 @@ class Mixture:
 
 @dataclass(frozen=True)
 class Settings:
-    """What is fixed for a run: slots, points per chunk, split-merge moves per sweep."""
+    """What is fixed for a run: slots, points per chunk, split-merge moves every few sweeps."""
 
     method: Method = "posterior"
     capacity: int = 64
     chunk: int = 16384
     split_merge: int = 5
+    every: int = 1
 
 
 class State(NamedTuple):
@@ -216,7 +217,7 @@ def step(state: State, mixture: Mixture, settings: Settings, num_warmup: int = 0
     if settings.method == "posterior":
         if settings.split_merge and mixture.num_points > 1:
             labels, counts, atoms, accepted, no_slot = _split_merges(
-                key_moves, labels, counts, atoms, alpha, mixture, settings
+                key_moves, state.i, labels, counts, atoms, alpha, mixture, settings
             )
         clusters = jnp.sum(counts > 0).astype(jnp.int32)
         if mixture.prior is not None:
@@ -484,7 +485,7 @@ def _swap_sticks(
     )
 
 
-def slice_ratio(alpha: Array, discount: Array | None) -> Array:
+def slice_ratio(alpha: Any, discount: Any) -> Any:
     """xi_{k+1} / xi_k of `kgw_independent`.
 
     Any ratio is exact, also one that follows alpha, since the slices are drawn after it. The mean
@@ -673,6 +674,7 @@ def _assign(
 
 def _split_merges(
     key: Array,
+    sweep: Array,
     labels: Array,
     counts: Array,
     atoms: PyTree,
@@ -680,7 +682,9 @@ def _split_merges(
     mixture: Mixture,
     settings: Settings,
 ) -> tuple[Array, Array, PyTree, Array, Array]:
-    """`settings.split_merge` moves: labels, cluster sizes, atoms, number accepted, lack of slots.
+    """Moves of a sweep, if it is their turn.
+
+    Labels, cluster sizes and atoms after them, how many were accepted, and whether slots lacked.
 
     A move splits the cluster of two random points i and j, or merges their clusters; all points at
     once. Of the clusters' other points S, a fair coin or the atoms that suit i and j, then
@@ -753,7 +757,8 @@ def _split_merges(
         return labels, counts, atoms, accepted + accept, no_slot | full
 
     start = (labels, counts, atoms, jnp.zeros((), jnp.int32), jnp.array(False))
-    return lax.fori_loop(0, settings.split_merge, one, start)
+    number = jnp.where(sweep % settings.every == 0, settings.split_merge, 0)
+    return lax.fori_loop(0, number, one, start)
 
 
 def _split_product(

@@ -21,8 +21,8 @@ from ppl_ext.numpyro import mixture as mx
 from ppl_ext.numpyro.kernel import Kernel
 from ppl_ext.target import Array, PyTree, Target
 
-# split-merge moves per sweep, and the number of points up to which each sweep tries several
-_SPLIT_MERGE, _SPLIT_MERGE_ONE = 5, 20_000
+# number of points below which split-merge moves cost little
+_SMALL = 20_000
 
 # points whose likelihoods are held at once
 _CHUNK = 16384
@@ -68,7 +68,8 @@ class DPSlice(Kernel):
         by gradient (Langevin) moves with an accept step. `ppl_ext.explain` says which.
     split_merge : "auto" or int
         Split-merge moves per sweep, with the method `posterior`. `auto`: five, from 20,000 points
-        on one; by gradient, where a move costs several sweeps, one, from 20,000 points on none.
+        on one every other sweep; by gradient, where a move costs as much as several sweeps, one,
+        from 20,000 points on one every 20 sweeps.
     capacity : "auto" or int
         Slots for components, a multiple of 16. `auto`: chosen from the number of points and the
         concentration. When a sweep needs more, `overflow` is set, draws from then on are NaN (-1
@@ -348,18 +349,18 @@ class DPSlice(Kernel):
     def _chosen(self, facts: mx.Facts, args: tuple, kwargs: dict) -> dp.Settings:
         n = facts.num_points
         closed = facts.links is not None
-        split_merge = self._split_merge
-        if split_merge == "auto":
+        split_merge, every = self._split_merge, 1
+        if split_merge == "auto" and self._method != "posterior":
             split_merge = 0
-            if self._method == "posterior":
-                # without a closed form a move costs several sweeps
-                few, one = (_SPLIT_MERGE, 1) if closed else (1, 0)
-                split_merge = few if n < _SPLIT_MERGE_ONE else one
+        elif split_merge == "auto":
+            # without a closed form a move costs as much as several sweeps
+            small, large = ((5, 1), (1, 2)) if closed else ((1, 1), (1, 20))
+            split_merge, every = small if n < _SMALL else large
         chunk = _CHUNK if self._chunk == "auto" else self._chunk
         capacity = self._capacity
         if capacity == "auto":
             capacity = self._capacity_by_law(facts, args, kwargs)
-        return dp.Settings(self._method, int(capacity), int(chunk), int(split_merge))
+        return dp.Settings(self._method, int(capacity), int(chunk), int(split_merge), every)
 
     def _capacity_by_law(self, facts: mx.Facts, args: tuple, kwargs: dict) -> int:
         """Clusters of the prior and the overhead's law, each with six standard deviations.

@@ -184,14 +184,21 @@ def test_enumeration_is_that_of_the_file(alpha):
     )
 
 
-@pytest.mark.parametrize("split_merge", [pytest.param(0, marks=pytest.mark.slow), 3])
-def test_a_sweep_of_the_partition_keeps_the_posterior(split_merge):
+@pytest.mark.parametrize(
+    ("split_merge", "alphas"),
+    [
+        (3, [1.0]),
+        pytest.param(0, [0.5, 1.0, 3.0], marks=pytest.mark.slow),
+        pytest.param(3, [0.5, 3.0], marks=pytest.mark.slow),
+    ],
+)
+def test_a_sweep_of_the_partition_keeps_the_posterior(split_merge, alphas):
     """From exact draws, three concentrations; |z| < 4.5 over 45 numbers: 3e-4 false alarms each.
 
     The counters are of the same sweep: their sum over chains against the law, |z| < 4.5.
     """
     run, start = sweeps("posterior", split_merge, 2)
-    for alpha in (0.5, 1.0, 3.0):
+    for alpha in alphas:
         probability = exact(alpha)
         after = run(start(draw_partitions(probability, 1), alpha), alpha, 0.0)
         fine = ~np.asarray(after.overflow)
@@ -458,6 +465,7 @@ def bayes(pair, rows, prior, log_likelihood, log_base, log_posterior):
     return draws
 
 
+@pytest.mark.slow
 def test_conjugate_pairs_against_scipy():
     """Marginal likelihoods by Bayes's rule with SciPy's densities, posterior draws by 5 sd."""
     rng = np.random.default_rng(0)
