@@ -3,17 +3,17 @@
 if __name__ != "ppl_ext.diagnostics":
     raise ImportError("import ppl_ext.diagnostics, not diagnostics")
 
-from ppl_ext.diagnostics.cluster_plots import (
-    plot_coclustering,
-    plot_num_clusters,
-    plot_predictive_density,
-)
-from ppl_ext.diagnostics.clusters import Clusters, clusters, predictive_density
 from ppl_ext.diagnostics.discrepancy import psd
 from ppl_ext.diagnostics.goodness_of_fit import PSDTest, psd_test
 from ppl_ext.diagnostics.imh_report import IMHReport, imh_report
 from ppl_ext.diagnostics.ksd import ksd
 from ppl_ext.diagnostics.overhead_report import OverheadReport, overhead_report
+from ppl_ext.diagnostics.partition_plots import (
+    plot_coclustering,
+    plot_num_clusters,
+    plot_predictive_density,
+)
+from ppl_ext.diagnostics.partitions import Clusters, clusters, predictive_density
 from ppl_ext.diagnostics.plots import plot_psd, plot_psd_order
 from ppl_ext.diagnostics.scores import attach_scores
 from ppl_ext.diagnostics.summary import summary

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from ppl_ext.diagnostics.clusters import Clusters
+from ppl_ext.diagnostics.partitions import Clusters
 from ppl_ext.diagnostics.plots import pyplot
 
 
@@ -40,7 +40,7 @@ def plot_num_clusters(found: Clusters, *, ax: Any = None) -> Any:
     >>> from ppl_ext.diagnostics import clusters, plot_num_clusters
     >>> number = xr.Dataset({"G_num_clusters": (("chain", "draw"), [[2, 2, 3, 2]] * 2)})
     >>> ax = plot_num_clusters(clusters(_arviz.from_groups({"posterior": number})))
-    >>> [bar.get_height() for bar in ax.patches]
+    >>> [float(bar.get_height()) for bar in ax.patches]
     [0.75, 0.25]
     """
     plt = pyplot("plot_num_clusters")
