@@ -374,7 +374,7 @@ class DPSlice(Kernel):
         drawn = mx.process_draws(facts.model, args, kwargs, number)
         if not not_jax_tracer(drawn[0]):
             return _MAX_CAPACITY
-        alpha, d = (float(np.max(values)) for values in drawn)
+        alpha, d = (float(np.asarray(values).max()) for values in drawn)
         clusters = alpha * math.log1p(n / max(alpha, 1e-6))
         overhead = 1 + alpha * math.log(n + 1)
         if facts.discount:
