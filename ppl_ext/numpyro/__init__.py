@@ -1,7 +1,23 @@
-"""Kernels for `numpyro.infer.MCMC`."""
+"""Kernels for `numpyro.infer.MCMC`, and distributions with an unknown normalising constant."""
 
+from ppl_ext.numpyro.conway_maxwell_poisson import ConwayMaxwellPoisson
+from ppl_ext.numpyro.ergm import ERGM
+from ppl_ext.numpyro.exchange_mh import ExchangeMH
+from ppl_ext.numpyro.intractable import Intractable
 from ppl_ext.numpyro.proximal_imh import ProximalIMH
+from ppl_ext.numpyro.spins import Graph, Ising, Potts
 from ppl_ext.numpyro.tuna_mh import TunaMH
 from ppl_ext.numpyro.uld import ULD
 
-__all__ = ["ULD", "ProximalIMH", "TunaMH"]
+__all__ = [
+    "ERGM",
+    "ULD",
+    "ConwayMaxwellPoisson",
+    "ExchangeMH",
+    "Graph",
+    "Intractable",
+    "Ising",
+    "Potts",
+    "ProximalIMH",
+    "TunaMH",
+]
