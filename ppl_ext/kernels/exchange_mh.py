@@ -375,40 +375,43 @@ def find_fit(
     settings: Settings,
 ) -> Fit:
     """Centre and metric by `rounds` of stochastic approximation from a guess, and a pool there."""
-    key_rounds, key_pool = jax.random.split(key)
     score = jax.grad(problem.total_log_f)
+    # in batches: all at once would not fit into memory, one by one is slow
+    batches = -(-settings.pool // _BATCH)
 
-    def scores(x: Array, key: Array) -> tuple[Draw, Array]:
+    def scores(x: Array, key: Array) -> tuple[PyTree, Array]:
         drawn = jax.vmap(problem.simulate, (None, 0))(x, jax.random.split(key, _BATCH))
-        return drawn, jax.vmap(score, (None, 0))(x, drawn.stats)
+        return drawn.stats, jax.vmap(score, (None, 0))(x, drawn.stats)
 
-    def improve(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        x, fisher, _ = carry
-        _, found = scores(x, jax.random.fold_in(key_rounds, j))
+    def improved(x: Array, fisher: Array, precision: Array, found: Array, j: Array) -> Any:
         gain = 1 / jnp.maximum(j + 2 - rounds // 2, 1).astype(x.dtype)
-        fisher = fisher + jnp.maximum(gain, 0.2) * (covariance(found) - fisher)
+        new_fisher = fisher + jnp.maximum(gain, 0.2) * (covariance(found) - fisher)
         slope = jax.grad(problem.log_unnormalised)(x) - found.mean(0)
-        curvature = _positive(fisher - jax.hessian(problem.log_tractable)(x))
+        curvature = _positive(new_fisher - jax.hessian(problem.log_tractable)(x))
         move = gain * jnp.linalg.solve(curvature, slope)
         # at most two standard deviations, and one unit
         length = jnp.maximum(jnp.sqrt(move @ curvature @ move) / 2, jnp.linalg.norm(move))
         y = x + move / jnp.maximum(length, 1)
-        good = jnp.isfinite(y).all() & jnp.isfinite(curvature).all()
-        return tuple(  # type: ignore[return-value]
-            jnp.where(good, a, b) for a, b in zip((y, fisher, curvature), carry, strict=True)
-        )
+        good = (j < rounds) & jnp.isfinite(y).all() & jnp.isfinite(curvature).all()
+        new, old = (y, new_fisher, curvature), (x, fisher, precision)
+        return [jnp.where(good, a, b) for a, b in zip(new, old, strict=True)]
 
-    carry = (start, jnp.zeros_like(precision), precision)
-    centre, _, precision = jax.lax.fori_loop(0, rounds, improve, carry)
+    def turn(j: Array, carry: Any) -> Any:
+        x, fisher, precision, pool = carry
+        drawn = scores(x, jax.random.fold_in(key, j))
+        # what the rounds write is written over
+        slot = jnp.maximum(j - rounds, 0)
+        pool = jax.tree.map(lambda leaf, new: leaf.at[slot].set(new), pool, drawn)
+        return *improved(x, fisher, precision, drawn[1], j), pool
 
-    # in batches: all at once would not fit into memory, one by one is slow
-    batches = -(-settings.pool // _BATCH)
-    pool, found = jax.lax.map(
-        lambda key: (lambda at: (at[0].stats, at[1]))(scores(centre, key)),
-        jax.random.split(key_pool, batches),
+    empty = jax.tree.map(
+        lambda leaf: jnp.zeros((batches, *leaf.shape), leaf.dtype),
+        jax.eval_shape(scores, start, key),
     )
+    carry = (start, jnp.zeros_like(precision), precision, empty)
+    centre, _, precision, drawn = jax.lax.fori_loop(0, rounds + batches, turn, carry)
     pool, found = jax.tree.map(
-        lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[: settings.pool], (pool, found)
+        lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[: settings.pool], drawn
     )
     precision = _positive(precision)
     whiten = jnp.linalg.cholesky(precision).T

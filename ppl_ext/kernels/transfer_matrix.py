@@ -1,13 +1,14 @@
 """Spins on a lattice with free boundaries: normalising constant and draws by the transfer matrix.
 
-Columns of `rows` sites are added site by site. The message after a site is the log of the sum over
-all earlier spins, for each of the q^rows states of the last `rows` sites; the sum of the last
-message is the normalising constant, and going back from it draws the spins (Reeves & Pettitt 2004).
-Work and memory grow with `rows * columns * q^rows`.
+Sites are added one by one, column by column. The message before a site is the log of the sum over
+all earlier spins, for each of the q^rows states of the last `rows` sites, the window; the sum of
+the last message is the normalising constant, and going back from it draws the spins (Reeves &
+Pettitt 2004, Biometrika 91). Work and memory grow with `rows * columns * q^rows`.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -27,60 +28,54 @@ class Lattice(NamedTuple):
 
 def log_normalizer(lattice: Lattice) -> Array:
     """Log of the sum of the weights of all q^(rows columns) configurations."""
-    _, last = _messages(lattice)
+    last, _ = _messages(lattice)
     return jax.nn.logsumexp(last)
 
 
 def draw(key: Array, lattice: Lattice) -> Array:
     """Spins 0 ... q - 1 with probabilities proportional to their weights, (columns, rows)."""
     columns, rows, q = lattice.field.shape
-    messages, last = _messages(lattice)
+    last, messages = _messages(lattice)
     key_last, key_rest = jax.random.split(key)
-    state = jax.random.categorical(key_last, last)
-    powers = q ** jnp.arange(rows - 1, -1, -1)
-    noise = jax.random.gumbel(key_rest, (columns - 1, rows, q), last.dtype)
+    window = jax.random.categorical(key_last, last)
+    noise = jax.random.gumbel(key_rest, (columns * rows, q), last.dtype)
+    rest = q ** (rows - 1)
 
-    def back(spins: Array, at: tuple[Array, Array, Array]) -> tuple[Array, Array]:
-        # the column before: its spins replace those of this one, from the last row to the first
-        stored, across, noise = at
-        right = spins
-        for r in reversed(range(rows)):
-            others = jnp.sum(spins * powers) - spins[r] * powers[r]
-            candidates = stored[r][others + jnp.arange(q) * powers[r]]
-            weights = candidates + across[r] * lattice.pair[right[r]]
-            spins = spins.at[r].set(jnp.argmax(weights + noise[r]).astype(spins.dtype))
-        return spins, spins
+    def back(window: Array, at: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+        # the site that left the window when the last one of it was added
+        message, across, noise = at
+        others, newest = window // q, window % q
+        weights = message[jnp.arange(q) * rest + others] + across * lattice.pair[:, newest]
+        oldest = jnp.argmax(weights + noise)
+        return oldest * rest + others, oldest
 
-    final = (state // powers) % q
-    _, earlier = jax.lax.scan(back, final, (messages, lattice.across, noise), reverse=True)
-    return jnp.concatenate([earlier, final[None]])
+    across = _by_site(lattice)[0]
+    later = jax.tree.map(lambda leaf: leaf[rows:], (messages, across, noise))
+    _, earlier = jax.lax.scan(back, window, later, reverse=True)
+    final = (window // q ** jnp.arange(rows - 1, -1, -1)) % q
+    return jnp.concatenate([earlier, final]).reshape(columns, rows)
+
+
+def _by_site(lattice: Lattice) -> tuple[Array, Array, Array]:
+    """Couplings to the site before, in the row and in the column; none at the boundaries."""
+    columns, rows, q = lattice.field.shape
+    across = jnp.pad(lattice.across, ((1, 0), (0, 0)))
+    down = jnp.pad(lattice.down, ((0, 0), (1, 0)))
+    return across.ravel(), down.ravel(), lattice.field.reshape(columns * rows, q)
 
 
 def _messages(lattice: Lattice) -> tuple[Array, Array]:
-    """Messages before each site from the second column on, (columns - 1, rows, q^rows); the last."""
+    """The last message, (q^rows,), and those before each site, (sites, q^rows)."""
     _, rows, q = lattice.field.shape
-    size = q**rows
-    digits = (jnp.arange(size)[:, None] // q ** jnp.arange(rows - 1, -1, -1)) % q
-    first = jnp.sum(lattice.field[0][jnp.arange(rows), digits], 1)
-    for r in range(1, rows):
-        first = first + lattice.down[0, r - 1] * lattice.pair[digits[:, r - 1], digits[:, r]]
+    newest = jnp.arange(q ** (rows - 1)) % q
 
-    def column(message: Array, at: tuple[Array, Array, Array]) -> tuple[Array, Array]:
-        down, across, field = at
-        stored = []
-        for r in range(rows):
-            stored.append(message)
-            # axes: spins before, the old spin of this row, spins after; then the new spin
-            old = message.reshape(q**r, q, -1)
-            new = jax.nn.logsumexp(old[:, :, None, :] + across[r] * lattice.pair[:, :, None], 1)
-            new = new + field[r][:, None]
-            if r > 0:
-                above = down[r - 1] * lattice.pair
-                new = (new.reshape(-1, q, q, new.shape[-1]) + above[:, :, None]).reshape(new.shape)
-            message = new.reshape(size)
-        return message, jnp.stack(stored)
+    def add(message: Array, at: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+        across, down, field = at
+        # axes: the oldest site of the window, its others, the new site
+        old = message.reshape(q, -1, 1) + across * lattice.pair[:, None, :]
+        new = jax.nn.logsumexp(old, 0) + down * lattice.pair[newest] + field
+        return new.reshape(-1), message
 
-    last, messages = jax.lax.scan(
-        column, first, (lattice.down[1:], lattice.across, lattice.field[1:])
-    )
-    return messages, last
+    # before the first column are spins that nothing is coupled to
+    start = jnp.full(q**rows, -rows * math.log(q), lattice.field.dtype)
+    return jax.lax.scan(add, start, _by_site(lattice))

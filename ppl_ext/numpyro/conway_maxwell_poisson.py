@@ -18,12 +18,13 @@ from ppl_ext.target import Array
 class ConwayMaxwellPoisson(Intractable):
     """Conway-Maxwell-Poisson distribution, with independent rows.
 
-    p(y) = (mode^y / y!)^dispersion / Z,   y = 0, 1, 2, ...
+    p(y) = (location^y / y!)^dispersion / Z,   y = 0, 1, 2, ...
 
     Parameters
     ----------
-    mode : float or array
-        The mode is its integer part. The rate of the other parametrisation is mode^dispersion.
+    location : float or array
+        The mode is its integer part. The rate of the other parametrisation is
+        location^dispersion.
     dispersion : float or array
         1: Poisson; larger: less variance than the mean; smaller: more.
     max_trials : int
@@ -49,13 +50,13 @@ class ConwayMaxwellPoisson(Intractable):
     (10, 2)
     """
 
-    arg_constraints = {"mode": constraints.positive, "dispersion": constraints.positive}
+    arg_constraints = {"location": constraints.positive, "dispersion": constraints.positive}
     support = constraints.nonnegative_integer
     pytree_aux_fields = ("max_trials",)
 
     def __init__(
         self,
-        mode: Any,
+        location: Any,
         dispersion: Any,
         *,
         max_trials: int = 10_000,
@@ -63,31 +64,33 @@ class ConwayMaxwellPoisson(Intractable):
     ) -> None:
         check_count("ConwayMaxwellPoisson", max_trials=max_trials)
         dtype = jnp.result_type(float)
-        mode, dispersion = jnp.asarray(mode, dtype), jnp.asarray(dispersion, dtype)
-        self.mode, self.dispersion = promote_shapes(mode, dispersion)
+        location = jnp.asarray(location, dtype)
+        dispersion = jnp.asarray(dispersion, dtype)
+        self.location, self.dispersion = promote_shapes(location, dispersion)
         self.max_trials = int(max_trials)
-        shape = jnp.broadcast_shapes(mode.shape, dispersion.shape)
+        shape = jnp.broadcast_shapes(location.shape, dispersion.shape)
         super().__init__(shape, (), validate_args=validate_args)
 
     def stats(self, value: Array) -> Array:
-        value = jnp.asarray(value, self.mode.dtype)
+        value = jnp.asarray(value, self.location.dtype)
         return jnp.stack([value, -gammaln(value + 1)], -1)
 
     def log_f_stats(self, stats: Array) -> Array:
-        return self.dispersion * (stats[..., 0] * jnp.log(self.mode) + stats[..., 1])
+        return self.dispersion * (stats[..., 0] * jnp.log(self.location) + stats[..., 1])
 
     def simulate(self, key: Array, shape: tuple[int, ...] | None = None, length: int = 1) -> Any:
         """Values, and their effort: trials."""
         shape = self.batch_shape if shape is None else shape
-        mode, nu = jnp.broadcast_to(self.mode, shape), jnp.broadcast_to(self.dispersion, shape)
+        mu = jnp.broadcast_to(self.location, shape)
+        nu = jnp.broadcast_to(self.dispersion, shape)
         over = nu < 1
         # the log density less its constant, and that of the proposal
-        log_f = lambda y: nu * (y * jnp.log(mode) - gammaln(y + 1))  # noqa: E731
-        success = 2 * nu / (2 * mode * nu + 1 + nu)
+        log_f = lambda y: nu * (y * jnp.log(mu) - gammaln(y + 1))  # noqa: E731
+        success = 2 * nu / (2 * mu * nu + 1 + nu)
         log_fail = jnp.log1p(-success)
-        log_g = lambda y: jnp.where(over, y * log_fail, y * jnp.log(mode) - gammaln(y + 1))  # noqa: E731
+        log_g = lambda y: jnp.where(over, y * log_fail, y * jnp.log(mu) - gammaln(y + 1))  # noqa: E731
         # where their ratio is largest
-        top = jnp.floor(jnp.where(over, mode * jnp.exp(-log_fail / nu), mode))
+        top = jnp.floor(jnp.where(over, mu * jnp.exp(-log_fail / nu), mu))
         bound = log_f(top) - log_g(top)
 
         def trial(carry: Any) -> Any:
@@ -95,12 +98,10 @@ class ConwayMaxwellPoisson(Intractable):
             key_poisson, key_geometric, key_accept = jax.random.split(
                 jax.random.fold_in(key, trials.max()), 3
             )
-            poisson = jax.random.poisson(key_poisson, mode).astype(mode.dtype)
-            uniform = jax.random.uniform(
-                key_geometric, shape, mode.dtype, jnp.finfo(mode.dtype).tiny
-            )
+            poisson = jax.random.poisson(key_poisson, mu).astype(mu.dtype)
+            uniform = jax.random.uniform(key_geometric, shape, mu.dtype, jnp.finfo(mu.dtype).tiny)
             new = jnp.where(over, jnp.floor(jnp.log(uniform) / log_fail), poisson)
-            exponential = jax.random.exponential(key_accept, shape, mode.dtype)
+            exponential = jax.random.exponential(key_accept, shape, mu.dtype)
             # written so that parameters of NaN, which no chain accepts, take one trial
             refused = -exponential > log_f(new) - log_g(new) - bound
             return jnp.where(wanted, new, y), wanted & refused, trials + wanted
@@ -109,6 +110,6 @@ class ConwayMaxwellPoisson(Intractable):
             _, wanted, trials = carry
             return jnp.any(wanted) & (trials.max() < self.max_trials)
 
-        start = (jnp.zeros(shape, mode.dtype), jnp.ones(shape, bool), jnp.zeros(shape, jnp.int32))
+        start = (jnp.zeros(shape, mu.dtype), jnp.ones(shape, bool), jnp.zeros(shape, jnp.int32))
         y, wanted, trials = jax.lax.while_loop(going_on, trial, start)
         return Simulation(y.astype(jnp.int32), trials, wanted)
