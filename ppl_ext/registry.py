@@ -62,6 +62,8 @@ class Entry:
         Whether the kernel works as a block of `numpyro.infer.Gibbs`, and without a model.
     minibatch : bool
         Whether the kernel draws data from a plate, which its models must have.
+    intractable : bool
+        Whether the kernel needs a likelihood with an unknown normalising constant.
     """
 
     name: str
@@ -76,6 +78,7 @@ class Entry:
     gibbs_block: bool = True
     potential_fn: bool = True
     minibatch: bool = False
+    intractable: bool = False
 
 
 @cache

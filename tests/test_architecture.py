@@ -16,7 +16,7 @@ LANGUAGES = ("numpyro", "pyro", "torch")
 FRONT_ENDS = ("ppl_ext.numpyro", "ppl_ext.pyro")
 
 # the results of functions, which have the example
-RESULTS = {"IMHReport", "PSDTest", "Tuning", "ULDReport"}
+RESULTS = {"ExchangeReport", "IMHReport", "PSDTest", "Tuning", "ULDReport"}
 
 
 def imports(path, *, at_import_only=False):

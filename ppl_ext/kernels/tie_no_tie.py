@@ -1,6 +1,7 @@
 """Random graphs of an exponential family by the tie-no-tie sampler, a Markov chain: not exact.
 
-Each step toggles a dyad: half of the time one of the E edges, else any of the D dyads, accepted with
+Each step toggles a dyad, half of the time one of the E edges, else any of the D dyads. It is
+accepted with
 
     min(1, exp(coef . change) q(back) / q(forth))
     q(add) = 1 / (2 D), 1 / D if E = 0;   q(remove) = 1 / (2 E) + 1 / (2 D)

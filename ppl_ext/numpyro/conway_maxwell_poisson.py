@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +50,10 @@ class ConwayMaxwellPoisson(Intractable):
     (10, 2)
     """
 
-    arg_constraints = {"location": constraints.positive, "dispersion": constraints.positive}
+    arg_constraints: ClassVar = {
+        "location": constraints.positive,
+        "dispersion": constraints.positive,
+    }
     support = constraints.nonnegative_integer
     pytree_aux_fields = ("max_trials",)
 

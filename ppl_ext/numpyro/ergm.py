@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -115,7 +115,7 @@ class ERGM(Intractable):
     True
     """
 
-    arg_constraints = {"coef": constraints.real_vector}
+    arg_constraints: ClassVar = {"coef": constraints.real_vector}
     support = _simple_graph
     pytree_data_fields = ("coef",)
     pytree_aux_fields = ("terms", "num_nodes", "num_toggles")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable
 from functools import cache
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -132,8 +132,8 @@ def _all_states(num_nodes: int, q: int) -> np.ndarray:
     return np.asarray(states, np.int8).reshape(-1, num_nodes)
 
 
-class _OneOf(constraints._SingletonConstraint):
-    """Integers of a set of consecutive or signed values."""
+class _Spin(constraints._SingletonConstraint):
+    """-1 and 1."""
 
     is_discrete = True
 
@@ -144,7 +144,7 @@ class _OneOf(constraints._SingletonConstraint):
         return jnp.ones_like(prototype)
 
 
-_spin = _OneOf()
+_spin = _Spin()
 
 
 class _Spins(Intractable):
@@ -207,13 +207,11 @@ class _Spins(Intractable):
 
     def _choose(self, sampler: str) -> Sampler:
         name, states = type(self).__name__, self._q**self.graph.num_nodes
-        lattice = self.graph.free_lattice
-        column = self._q ** min(self.graph.event_shape) if lattice else 0
         if sampler == "enumeration" and states > _MOST_STATES:
             raise argument_error(
                 name, "sampler", sampler, f"another one with more than {_MOST_STATES} states"
             )
-        if sampler == "transfer" and not (lattice and column <= _MOST_COLUMN_STATES):
+        if sampler == "transfer" and not self._has_transfer_matrix:
             raise argument_error(
                 name,
                 "sampler",
@@ -225,7 +223,7 @@ class _Spins(Intractable):
             return sampler  # type: ignore[return-value]
         if states <= _FEW_STATES:
             return "enumeration"
-        return "transfer" if lattice and column <= _MOST_COLUMN_STATES else "cftp"
+        return "transfer" if self._has_transfer_matrix else "cftp"
 
     @property
     def exact(self) -> bool:  # type: ignore[override]
@@ -233,18 +231,19 @@ class _Spins(Intractable):
 
     @property
     def has_normalizer(self) -> bool:  # type: ignore[override]
-        few = self._q**self.graph.num_nodes <= _MOST_STATES
-        lattice = self.graph.free_lattice
-        return few or (lattice and self._q ** min(self.graph.event_shape) <= _MOST_COLUMN_STATES)
+        return self._has_transfer_matrix or self._q**self.graph.num_nodes <= _MOST_STATES
+
+    @property
+    def _has_transfer_matrix(self) -> bool:
+        shorter = min(self.graph.event_shape)
+        return self.graph.free_lattice and self._q**shorter <= _MOST_COLUMN_STATES
 
     def log_normalizer(self) -> Array:
-        if not self.has_normalizer:
-            return super().log_normalizer()
-        if self.graph.free_lattice and self._q ** min(self.graph.event_shape) <= (
-            _MOST_COLUMN_STATES
-        ):
+        if self._has_transfer_matrix:
             return transfer_matrix.log_normalizer(self._lattice())
-        return jax.nn.logsumexp(self._log_f_of_all())
+        if self.has_normalizer:
+            return jax.nn.logsumexp(self._log_f_of_all())
+        return super().log_normalizer()
 
     def _log_f_of_all(self) -> Array:
         states = self._values(jnp.asarray(_all_states(self.graph.num_nodes, self._q)))
@@ -371,7 +370,7 @@ class Ising(_Spins):
     2.0794
     """
 
-    arg_constraints = {"coupling": constraints.real, "field": constraints.real}
+    arg_constraints: ClassVar = {"coupling": constraints.real, "field": constraints.real}
 
     def __init__(
         self,
@@ -487,7 +486,7 @@ class Potts(_Spins):
     ('cftp', (10, 10))
     """
 
-    arg_constraints = {"coupling": constraints.real, "field": constraints.real_vector}
+    arg_constraints: ClassVar = {"coupling": constraints.real, "field": constraints.real_vector}
 
     def __init__(
         self,

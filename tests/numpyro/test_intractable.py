@@ -1,7 +1,7 @@
 """Ising, Potts, ERGM and Conway-Maxwell-Poisson: densities and simulators against enumeration.
 
-Simulators are compared with exact probabilities by chi-squared tests at fixed keys. At 20 other
-keys the smallest p-value of each was above 0.003; a p-value below 1e-4 is an alarm.
+Simulators are compared with exact probabilities by chi-squared tests at fixed keys. Over 20 other
+keys and all simulators, 400 tests, the smallest p-value was 0.0007; one below 1e-4 is an alarm.
 """
 
 import itertools
