@@ -98,7 +98,7 @@ def exchange_report(run: MCMC, *, lengths: Sequence[int] = (1, 2, 4)) -> Exchang
     >>> exchange_report(mcmc).exact
     True
     """
-    kernel = getattr(run, "sampler", None)
+    kernel: Any = getattr(run, "sampler", None)
     if not hasattr(kernel, "with_simulations"):
         raise TypeError(
             "exchange_report takes a numpyro.infer.MCMC with an ExchangeMH kernel, got "

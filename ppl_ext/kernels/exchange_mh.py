@@ -124,7 +124,7 @@ class Tuned(NamedTuple):
 
     log_step_size: Array  # () posterior standard deviations
     mean_log_step_size: Array  # ()
-    count: Array  # () draws in the moments
+    num_draws: Array  # () in the moments
     mean: Array  # (d,)
     spread: Array  # (d, d) sum of squared deviations
 
@@ -239,19 +239,20 @@ def step(state: State, problem: Problem, settings: Settings, num_warmup: int) ->
 
 def draw_noise(key: Array, x: Array, problem: Problem, settings: Settings) -> Noise:
     """Random numbers of one transition."""
-    keys = jax.random.split(key, 5)
+    key_normal, key_uniform, key_data = jax.random.split(key, 3)
     dtype, count = x.dtype, settings.num_aux
+    uniform = jax.random.uniform(key_uniform, (x.size + 2,), dtype)
 
     def draw(positions: Array) -> Draw:
         if count == 1:
-            return jax.tree.map(lambda leaf: leaf[None], problem.simulate(positions[0], keys[4]))
-        return jax.vmap(problem.simulate)(positions, jax.random.split(keys[4], count))
+            return jax.tree.map(lambda leaf: leaf[None], problem.simulate(positions[0], key_data))
+        return jax.vmap(problem.simulate)(positions, jax.random.split(key_data, count))
 
     return Noise(
-        normal=jax.random.normal(keys[0], x.shape, dtype),
-        sign=jax.random.uniform(keys[1], x.shape, dtype),
-        coin=jax.random.uniform(keys[2], dtype=dtype),
-        last=jax.random.uniform(keys[3], dtype=dtype),
+        normal=jax.random.normal(key_normal, x.shape, dtype),
+        sign=uniform[2:],
+        coin=uniform[0],
+        last=uniform[1],
         draw=draw,
     )
 
@@ -343,7 +344,7 @@ def adapted(
         log_step = log_step + 2 / jnp.sqrt(n) * error
     mean_log_step = tuned.mean_log_step_size + (log_step - tuned.mean_log_step_size) / n
     # not the way from the start
-    count = tuned.count + (i > num_warmup // 8)
+    count = tuned.num_draws + (i > num_warmup // 8)
     deviation = jnp.where(i > num_warmup // 8, x - tuned.mean, 0)
     mean = tuned.mean + deviation / jnp.maximum(count, 1)
     new = Tuned(
@@ -358,7 +359,7 @@ def adapted(
 
 def moments(tuned: Tuned, fit: Fit) -> tuple[Array, Array]:
     """Mean and inverse covariance of the draws, shrunk towards the approximation."""
-    count = tuned.count.astype(tuned.mean.dtype)
+    count = tuned.num_draws.astype(tuned.mean.dtype)
     weight = count / (count + _PRIOR_DRAWS * tuned.mean.size)
     covariance = tuned.spread / jnp.maximum(count - 1, 1)
     covariance = weight * covariance + (1 - weight) * fit.scale @ fit.scale.T

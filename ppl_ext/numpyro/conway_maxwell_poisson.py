@@ -38,7 +38,7 @@ class ConwayMaxwellPoisson(Intractable):
     Notes
     -----
     Draws are exact, by rejection from a Poisson distribution (dispersion >= 1) or a geometric one:
-    Benson & Friel 2021, Bayesian Analysis 16, section 3. Effort: trials. The normalising constant
+    Benson & Friel 2021, Bayesian Analysis 16(3), 905-931. Effort: trials. The normalising constant
     is an infinite series; there is no `log_prob`.
 
     Examples

@@ -12,13 +12,14 @@ import numpyro.distributions as dist
 import pytest
 from numpyro.infer import MCMC, NUTS
 from scipy import stats
-from scipy.special import gammaln
+from scipy.special import gammaln, logsumexp
 
 import ppl_ext
 from ppl_ext.diagnostics import exchange_report
 from ppl_ext.errors import InitializationError, UnsupportedModelError
 from ppl_ext.numpyro import ERGM, ConwayMaxwellPoisson, ExchangeMH, Graph, Ising
 from ppl_ext.numpyro.entries import ising_on_a_small_lattice
+from ppl_ext.numpyro.target import target
 
 RNG = np.random.default_rng(0)
 GRAPH = Graph.lattice(2, 3)
@@ -51,8 +52,8 @@ def start(model, *args, **options):
 
 
 def test_the_parts_of_the_density_are_those_of_the_formula(x64):
-    kernel, state = start(everything, *DATA)
-    problem = kernel._bind(kernel._target, tuple(map(jnp.asarray, DATA)), {})
+    data = tuple(map(jnp.asarray, DATA))
+    problem = ExchangeMH(everything)._bind(target(everything, *data), data, {})
     z = {"coupling": jnp.asarray(-0.4), "slope": jnp.asarray(0.3), "dispersion": jnp.asarray(0.2)}
     flat = problem.ravel(z)
     coupling, slope, dispersion = 1 / (1 + np.exp(0.4)), 0.3, np.exp(0.2)
@@ -72,12 +73,9 @@ def test_the_parts_of_the_density_are_those_of_the_formula(x64):
     assert set(found) == set(expected)
     for name, value in expected.items():
         np.testing.assert_allclose(found[name], value, rtol=1e-7, atol=1e-9)
-    drawn = jax.jit(problem.simulate)(flat, jax.random.key(1))
+    drawn = jax.eval_shape(problem.simulate, flat, jax.random.key(1))
     shapes = {name: jnp.shape(leaf) for name, leaf in drawn.stats.items()}
     assert shapes == {name: jnp.shape(leaf) for name, leaf in problem.observed.items()}
-    # two lattices by enumeration, and one trial or more for each of eight rows
-    assert drawn.effort >= 10 and drawn.overflow == 0
-    assert state.fit.centre.shape == (3,)
 
 
 def no_intractable(y):
@@ -179,8 +177,8 @@ def z_scores(mcmc, mean, sd):
     return np.array(found)
 
 
-def test_a_run_finds_the_exact_posterior_and_becomes_arviz(monkeypatch):
-    """|z| < 4.5, false alarms below 1e-4 for both runs; a wrong posterior is seen."""
+def test_a_run_finds_the_exact_posterior_and_becomes_arviz():
+    """|z| < 4.5 for mean and variance: false alarms below 1e-4."""
     example = ising_on_a_small_lattice()
     mcmc = run(example.model, *example.args, proposal="mala", num_aux=2)
     assert np.abs(z_scores(mcmc, example.mean, example.sd)).max() < 4.5
@@ -204,24 +202,32 @@ def test_a_run_finds_the_exact_posterior_and_becomes_arviz(monkeypatch):
     with pytest.warns(UserWarning, match="reached their limit 1 times"):
         ppl_ext.to_arviz(mcmc)
 
-    # other data: centre and metric are found again
-    mcmc.post_warmup_state = mcmc.last_state
-    mcmc.run(jax.random.key(1), np.ones((3, 3), int))
-    assert mcmc.get_samples()["coupling"].mean() > example.mean["coupling"] + example.sd["coupling"]
-
 
 def network(graph):
     coef = numpyro.sample("coef", dist.Normal(0, 1).expand([2]).to_event(1))
     numpyro.sample("graph", ERGM(coef, ["edges", "triangles"], 7, num_toggles=5), obs=graph)
 
 
-def test_a_simulator_that_is_not_exact_warns_is_tagged_and_reported():
+def observed_network():
     i, j = np.triu_indices(7, 1)
     graph = np.zeros((7, 7), int)
-    graph[i, j] = RNG.uniform(size=21) < 0.4
-    graph = graph + graph.T
+    graph[i, j] = np.random.default_rng(1).uniform(size=21) < 0.4
+    return graph + graph.T
+
+
+def test_a_simulator_that_is_not_exact_warns():
+    with pytest.warns(UserWarning, match=r"site 'graph' \(ERGM\).*exchange_report"):
+        kernel, state = start(network, observed_network())
+    assert kernel.run_facts(state) == {"exact": 0, "inexact_sites": "site 'graph' (ERGM)"}
+
+
+# --- slower --------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_simulator_that_is_not_exact_is_tagged_and_reported():
     with pytest.warns(UserWarning, match=r"site 'graph' \(ERGM\).*exchange_report") as caught:
-        mcmc = run(network, graph, num_chains=1, num_warmup=40, num_samples=100, pool=16)
+        mcmc = run(network, observed_network(), num_chains=1, num_warmup=40, num_samples=100)
     assert sum("exchange_report" in str(w.message) for w in caught) == 1
     assert (mcmc.get_extra_fields()["sim_effort"] == 5).all()
     data = ppl_ext.to_arviz(mcmc)
@@ -242,6 +248,50 @@ def test_a_simulator_that_is_not_exact_warns_is_tagged_and_reported():
         exchange_report(3)
 
 
+@pytest.mark.slow
+def test_other_data_bring_another_posterior():
+    example = ising_on_a_small_lattice()
+    mcmc = run(example.model, *example.args)
+    mcmc.post_warmup_state = mcmc.last_state
+    mcmc.run(jax.random.key(1), np.ones((3, 3), int))
+    assert mcmc.get_samples()["coupling"].mean() > example.mean["coupling"] + example.sd["coupling"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("proposal", ["random_walk", "mala", "barker"])
+def test_everything_at_once_agrees_with_a_grid(proposal):
+    """Rows of counts with two unknowns, |z| < 4.5; Z by its series."""
+
+    def model(rows, counts):
+        slope = numpyro.sample("slope", dist.Normal(0, 1))
+        dispersion = numpyro.sample("dispersion", dist.LogNormal(0, 0.5))
+        numpyro.sample("outside", dist.Normal(slope, 1), obs=0.4)
+        with numpyro.plate("row", len(counts)):
+            y = ConwayMaxwellPoisson(jnp.exp(1 + slope * rows), dispersion)
+            numpyro.sample("y", y, obs=counts)
+
+    rng = np.random.default_rng(2)
+    rows, counts = rng.normal(size=12), rng.poisson(3, size=12)
+    slopes, logs = np.linspace(-2, 2, 161), np.linspace(-2, 2, 161)
+    b, u = (g.ravel() for g in np.meshgrid(slopes, logs, indexing="ij"))
+    nu, log_mu = np.exp(u), 1 + b[:, None] * rows
+    series = np.arange(200)
+    log_density = stats.norm.logpdf(b) + stats.norm.logpdf(u, 0, 0.5) + stats.norm.logpdf(0.4, b)
+    for k, y in enumerate(counts):
+        log_f = nu * (y * log_mu[:, k] - gammaln(y + 1))
+        terms = nu[:, None] * (series * log_mu[:, k, None] - gammaln(series + 1))
+        log_density += log_f - logsumexp(terms, axis=1)
+    weight = np.exp(log_density - log_density.max())
+    weight /= weight.sum()
+    values = {"slope": b, "dispersion": nu}
+    mean = {name: weight @ v for name, v in values.items()}
+    sd = {name: np.sqrt(weight @ (v - mean[name]) ** 2) for name, v in values.items()}
+    mcmc = run(model, rows, counts, proposal=proposal)
+    assert np.abs(z_scores(mcmc, mean, sd)).max() < 4.5
+    assert mcmc.get_extra_fields()["num_overflow"].max() == 0
+
+
+@pytest.mark.slow
 def test_chains_resume_and_travel(x64):
     example = ising_on_a_small_lattice()
     options = {"num_chains": 2, "num_warmup": 10, "num_samples": 10, "pool": 32}
