@@ -231,7 +231,7 @@ def main() -> None:
         print(compare(*adult(), False).to_string(float_format="{:.3g}".format), flush=True)
     if "exchange" in sections:
         for name, model, x, mean, sd in exchange_cases():
-            table = compare_exchange(model, x, mean, sd, 2000 if options.quick else 20_000)
+            table = compare_exchange(model, x, mean, sd, 2000 if options.quick else 6000)
             print(f"\n{name}\n{table.to_string(float_format='{:.3g}'.format)}", flush=True)
 
 

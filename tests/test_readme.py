@@ -1,4 +1,4 @@
-"""What README.md, CONTRIBUTING.md and docs/exchange.md show runs, and says what the registry says."""
+"""README.md, CONTRIBUTING.md, docs/exchange.md: what they show runs and agrees with the code."""
 
 import re
 import sys

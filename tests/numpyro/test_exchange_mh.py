@@ -1,7 +1,9 @@
 """ExchangeMH on NumPyro models: densities, refusals, and a run from start to ArviZ."""
 
+import json
 import pickle
 import warnings
+from pathlib import Path
 
 import arviz as az
 import jax
@@ -19,6 +21,7 @@ from ppl_ext.diagnostics import exchange_report
 from ppl_ext.errors import InitializationError, UnsupportedModelError
 from ppl_ext.numpyro import ERGM, ConwayMaxwellPoisson, ExchangeMH, Graph, Ising
 from ppl_ext.numpyro.entries import ising_on_a_small_lattice
+from ppl_ext.numpyro.ergm import kstar
 from ppl_ext.numpyro.target import target
 
 RNG = np.random.default_rng(0)
@@ -246,6 +249,49 @@ def test_a_simulator_that_is_not_exact_is_tagged_and_reported():
         exchange_report(mcmc, lengths=(2, 1))
     with pytest.raises(TypeError, match="ExchangeMH kernel, got int"):
         exchange_report(3)
+
+
+def reference(name):
+    """Model, data, and exact means and standard deviations (licence in the file)."""
+    found = json.loads((Path(__file__).parent / "data" / "exchange_references.json").read_text())
+    if name in found["ising"]:
+        case = found["ising"][name]
+        x = np.asarray(case["x"])
+        graph = Graph.lattice(*x.shape)
+
+        def model(x):
+            coupling = numpyro.sample("theta", dist.Uniform(0, 1))
+            numpyro.sample("x", Ising(coupling, 0.0, graph), obs=x)
+    else:
+        case = found["ergm"][name]
+        x = np.asarray(case["graph"])
+        terms = [kstar(2) if term == "kstar2" else term for term in case["terms"]]
+
+        def model(x):
+            prior = dist.Normal(0, case["prior_sd"]).expand([len(terms)]).to_event(1)
+            numpyro.sample("x", ERGM(numpyro.sample("theta", prior), terms, len(x)), obs=x)
+
+    return model, x, {"theta": case["mean"]}, {"theta": case["sd"]}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The simulator of:UserWarning")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ising_8x8_beta0.2",
+        "ising_10x10_beta0.35",
+        "florentine, edges",
+        "seven families, edges and triangles",
+        "seven families, edges and kstar2",
+    ],
+)
+def test_exact_references_are_met(name):
+    """|z| < 4 for means and variances: false alarms below 5e-4."""
+    model, x, mean, sd = reference(name)
+    draws = 1000 if "10x10" in name else 2500
+    mcmc = run(model, x, num_samples=draws, proposal="mala")
+    assert np.abs(z_scores(mcmc, mean, sd)).max() < 4
 
 
 @pytest.mark.slow
