@@ -101,7 +101,7 @@ class ExchangeMH(Kernel):
     >>> import jax, numpyro, numpyro.distributions as dist
     >>> from numpyro.infer import MCMC
     >>> from ppl_ext.numpyro import ExchangeMH, Graph, Ising
-    >>> graph = Graph.lattice(4, 4)
+    >>> graph = Graph.lattice(3, 3)
     >>> x = Ising(0.3, 0.0, graph).sample(jax.random.key(0))
     >>> def model(x):
     ...     coupling = numpyro.sample("coupling", dist.Uniform(0, 1))

@@ -83,8 +83,12 @@ class Intractable(Distribution):
         """
 
     def log_normalizer(self) -> Array:
-        """Log of the normalising constant, shape `batch_shape`."""
-        raise UnsupportedModelError(self._no_normalizer())
+        """Log of the normalising constant, shape `batch_shape`, if `has_normalizer`."""
+        raise UnsupportedModelError(
+            f"The normalising constant of {type(self).__name__} depends on its parameters and is "
+            "not known here, so that there is no log density: no NUTS, no log_likelihood, no loo. "
+            "Sample the parameters with ppl_ext.numpyro.ExchangeMH."
+        )
 
     def log_f(self, value: Array) -> Array:
         """Log density without its constant: (...) + `event_shape` -> (...)."""
@@ -96,17 +100,7 @@ class Intractable(Distribution):
 
     @validate_sample
     def log_prob(self, value: Array, intermediates: Any = None) -> Array:
-        if not self.has_normalizer:
-            raise UnsupportedModelError(self._no_normalizer())
         return self.log_f(value) - self.log_normalizer()
-
-    def _no_normalizer(self) -> str:
-        name = type(self).__name__
-        return (
-            f"The normalising constant of {name} depends on its parameters and is not known here, "
-            "so that there is no log density: no NUTS, no log_likelihood, no loo. Sample the "
-            "parameters with ppl_ext.numpyro.ExchangeMH."
-        )
 
     def _simulate_each(
         self,

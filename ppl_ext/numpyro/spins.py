@@ -366,8 +366,8 @@ class Ising(_Spins):
     >>> from ppl_ext.numpyro import Graph, Ising
     >>> Ising(0.3, 0.0, Graph.lattice(4, 4)).sample(jax.random.key(0)).shape
     (4, 4)
-    >>> float(Ising(0.0, 0.0, Graph(3, [(0, 1), (1, 2)])).log_normalizer().round(4))  # log 8
-    2.0794
+    >>> round(float(Ising(0.0, 0.0, Graph(3, [(0, 1), (1, 2)])).log_normalizer()), 3)  # log 8
+    2.079
     """
 
     arg_constraints: ClassVar = {"coupling": constraints.real, "field": constraints.real}

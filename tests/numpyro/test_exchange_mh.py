@@ -218,12 +218,6 @@ def observed_network():
     return graph + graph.T
 
 
-def test_a_simulator_that_is_not_exact_warns():
-    with pytest.warns(UserWarning, match=r"site 'graph' \(ERGM\).*exchange_report"):
-        kernel, state = start(network, observed_network())
-    assert kernel.run_facts(state) == {"exact": 0, "inexact_sites": "site 'graph' (ERGM)"}
-
-
 # --- slower --------------------------------------------------------------------------------------
 
 

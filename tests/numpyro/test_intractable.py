@@ -114,7 +114,7 @@ def test_spin_densities_are_those_of_all_states(x):
 
 
 # the others are slow
-FAST = {"Ising0-transfer", "Ising0-cftp", "Ising1-enumeration", "Potts3-transfer", "Potts4-cftp"}
+FAST = {"Ising0-transfer", "Ising1-enumeration", "Potts3-transfer", "Potts4-cftp"}
 FAST |= {"Potts4-gibbs", "antiferromagnet-cftp"}
 
 
@@ -180,8 +180,8 @@ def test_coupling_from_the_past_with_fresh_randomness_is_another_distribution():
 
 
 def test_what_coupling_from_the_past_cannot_do_is_flagged():
-    """Effort is bounded: below the critical temperature, with few sweeps, it has overflow."""
-    cold = draws(Ising(1.0, 0.0, Graph.lattice(8, 8), sampler="cftp", max_sweeps=8), 5)
+    """Effort is bounded: near the critical temperature few sweeps do not suffice."""
+    cold = draws(Ising(0.5, 0.0, Graph.lattice(8, 8), sampler="cftp", max_sweeps=8), 5)
     assert cold.overflow.all()
     # 1 + 2 + 4 + 8 sweeps
     np.testing.assert_array_equal(cold.effort, 15)
@@ -323,6 +323,7 @@ def test_graph_simulators_draw_from_the_distribution(method, monkeypatch):
     np.testing.assert_array_equal(found.effort, 200 if method == "tie-no-tie" else 1)
 
 
+@pytest.mark.slow
 def test_tie_no_tie_without_its_proposal_ratio_is_another_distribution(monkeypatch):
     """The chi-squared test sees a sampler that takes toggles for symmetric."""
     x = ERGM(COEF, TERMS, 5, num_toggles=200)
