@@ -1,17 +1,25 @@
-"""Exact minibatch kernels: data per step, effective draws per second, and errors, beside peers.
+"""Exact minibatch kernels and the exchange algorithm: cost and errors, beside peers.
 
     python benchmarks/auxiliary.py logistic   logistic regression, d = 10, N = 1e4, 1e5, 1e6
     python benchmarks/auxiliary.py adult      the Adult census data, N = 48,842
+    python benchmarks/auxiliary.py exchange   Ising models and networks with exact references
 
-Without an argument: both. `--quick` takes N = 1e4 and fewer draws. All ratios are of one run.
+Without an argument: all. `--quick` takes N = 1e4 and fewer draws. All ratios are of one run.
 Seconds are those of sampling, compilation and warm-up left out. `error` is the largest error of a
 posterior mean against NUTS on all the data, in posterior standard deviations; `noise` is what Monte
 Carlo error alone makes of it.
+
+`exchange`: `ESS per 1000` simulated data sets, the least of all coordinates; `|z|`, the largest
+error of a mean or variance against the exact posterior, in Monte Carlo standard errors. `plain` is
+the exchange algorithm of the literature: a random walk with one step size for all coordinates,
+tuned to the same acceptance.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -24,10 +32,13 @@ import numpyro.distributions as dist
 import pandas as pd
 from numpyro.infer import HMCECS, NUTS, BarkerMH
 
-from ppl_ext.numpyro import TunaMH
+from ppl_ext.kernels import exchange_mh
+from ppl_ext.numpyro import ERGM, ExchangeMH, Graph, Ising, TunaMH
+from ppl_ext.numpyro.ergm import kstar
 
 WARMUP, BLOCK = 500, 100
 DATA = Path(__file__).parent / "data"
+REFERENCES = Path(__file__).parents[1] / "tests" / "numpyro" / "data" / "exchange_references.json"
 
 
 def model(x: Any, y: Any, subsample_size: int | None = 100) -> None:
@@ -109,13 +120,106 @@ def compare(x: jax.Array, y: jax.Array, quick: bool) -> pd.DataFrame:
     return pd.DataFrame(rows).T
 
 
+# --- exchange -----------------------------------------------------------------------------------
+
+
+def ising(graph: Graph) -> Any:
+    def model(x: Any) -> None:
+        coupling = numpyro.sample("theta", dist.Uniform(0, 1))
+        numpyro.sample("x", Ising(coupling, 0.0, graph), obs=x)
+
+    return model
+
+
+def network(terms: list[Any], size: int, prior_sd: float) -> Any:
+    def model(x: Any) -> None:
+        prior = dist.Normal(0, prior_sd).expand([len(terms)]).to_event(1)
+        numpyro.sample("x", ERGM(numpyro.sample("theta", prior), terms, size), obs=x)
+
+    return model
+
+
+def exchange_cases() -> Any:
+    """Name, model, data, and exact means and standard deviations."""
+    found = json.loads(REFERENCES.read_text())
+    for name, case in found["ising"].items():
+        x = np.asarray(case["x"])
+        yield name, ising(Graph.lattice(*x.shape)), x, [case["mean"]], [case["sd"]]
+    for name, case in found["ergm"].items():
+        x = np.asarray(case["graph"])
+        terms = [kstar(2) if t == "kstar2" else t for t in case["terms"]]
+        model = network(terms, len(x), case["prior_sd"])
+        yield name, model, x, case["mean"], case["sd"]
+
+
+class Plain(ExchangeMH):
+    """Random walk with one step size, in the unconstrained coordinates as they are."""
+
+    def init(self, *args: Any, **kwargs: Any) -> Any:
+        return self._unscaled(super().init(*args, **kwargs))
+
+    def _step(self, state: Any, target: Any) -> Any:
+        return self._unscaled(super()._step(self._unscaled(state), target))
+
+    @staticmethod
+    def _unscaled(state: Any) -> Any:
+        identity = jax.numpy.eye(state.fit.centre.size)
+        return state._replace(fit=state.fit._replace(whiten=identity, scale=identity))
+
+
+def exchange_run(kernel: Any, x: Any, draws: int) -> tuple[np.ndarray, dict[str, Any]]:
+    state = kernel.init(jax.random.key(0), WARMUP, None, (x,), {})
+
+    def move(state: Any, _: Any) -> tuple[Any, Any]:
+        state = kernel.sample(state, (x,), {})
+        theta = kernel.postprocess_fn((x,), {})(state.z)["theta"]
+        return state, (theta, state.accept_prob, state.sim_effort)
+
+    block = jax.jit(lambda state: jax.lax.scan(move, state, length=BLOCK)).lower(state).compile()
+    for _ in range(WARMUP // BLOCK):
+        state, _ = block(state)
+    jax.block_until_ready(state.i)
+    found, start = [], time.perf_counter()
+    for _ in range(draws // BLOCK):
+        state, kept = jax.block_until_ready(block(state))
+        found.append(kept)
+    seconds = time.perf_counter() - start
+    theta, accept, effort = (np.concatenate([np.asarray(f[k]) for f in found]) for k in range(3))
+    facts = {"acceptance": accept.mean(), "effort": effort.mean(), "ms per step": 1e3 * seconds}
+    facts["ms per step"] /= draws
+    return theta.reshape(draws, -1).astype(np.float64), facts
+
+
+def compare_exchange(model: Any, x: Any, mean: Any, sd: Any, draws: int) -> pd.DataFrame:
+    kernels = {"plain": (Plain(model), 1)}
+    for proposal in exchange_mh.PROPOSALS:
+        kernels[proposal] = (ExchangeMH(model, proposal=proposal), 1)
+    kernels["mala, num_aux=4"] = (ExchangeMH(model, proposal="mala", num_aux=4), 4)
+    rows = {}
+    for name, (kernel, simulations) in kernels.items():
+        theta, facts = exchange_run(kernel, x, draws)
+        worst, sizes = 0.0, []
+        for k, (m, s) in enumerate(zip(mean, sd, strict=True)):
+            square = (theta[:, k] - m) ** 2
+            sizes.append(float(az.ess(theta[None, :, k])))
+            error = square.std() / math.sqrt(float(az.ess(square[None])))
+            worst = max(worst, abs(theta[:, k].mean() - m) / (s / math.sqrt(sizes[-1])))
+            worst = max(worst, abs(square.mean() - s**2) / error)
+        rows[name] = {
+            "ESS per 1000": 1000 * min(sizes) / draws / simulations,
+            "|z|": worst,
+            **facts,
+        }
+    return pd.DataFrame(rows).T
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("sections", nargs="*", help="logistic, adult; all by default")
+    parser.add_argument("sections", nargs="*", help="logistic, adult, exchange; all by default")
     parser.add_argument("--quick", action="store_true", help="N = 1e4 and fewer draws")
     parser.add_argument("--sizes", type=float, nargs="*", help="N of `logistic`")
     options = parser.parse_args()
-    sections = options.sections or ["logistic", "adult"]
+    sections = options.sections or ["logistic", "adult", "exchange"]
     if "logistic" in sections:
         sizes = options.sizes or ([1e4] if options.quick else [1e4, 1e5, 1e6])
         for size in sizes:
@@ -125,6 +229,10 @@ def main() -> None:
     if "adult" in sections and not options.quick:
         print("\nAdult, d = 11, N = 48,842", flush=True)
         print(compare(*adult(), False).to_string(float_format="{:.3g}".format), flush=True)
+    if "exchange" in sections:
+        for name, model, x, mean, sd in exchange_cases():
+            table = compare_exchange(model, x, mean, sd, 2000 if options.quick else 6000)
+            print(f"\n{name}\n{table.to_string(float_format='{:.3g}'.format)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ def to_arviz(mcmc: Any, *, log_likelihood: bool = False, **kwargs: Any) -> Any:
     -----
     UserWarning
         When every draw of a chain diverged: the chain stands still. When a bound of a minibatch
-        kernel was violated.
+        kernel was violated. When simulations of ExchangeMH reached their limit.
 
     Examples
     --------
@@ -91,6 +91,14 @@ def to_arviz(mcmc: Any, *, log_likelihood: bool = False, **kwargs: Any) -> Any:
         warnings.warn(
             f"A bound was violated {violations} times, so that the draws are not exact: correct "
             "`bounds` or the rule (`num_violations` in `sample_stats`).",
+            stacklevel=2,
+        )
+    overflow = int(np.max(fields.get("num_overflow", 0)))
+    if overflow:
+        warnings.warn(
+            f"Simulations reached their limit {overflow} times, and their proposals were rejected, "
+            "which is a bias: take another `sampler`, or a larger `max_sweeps` or `max_trials` "
+            "(`num_overflow` in `sample_stats`).",
             stacklevel=2,
         )
     with warnings.catch_warnings():

@@ -67,6 +67,8 @@ class Entry:
         `remark(target)`: how the kernel would sample a model that it takes, for `explain`.
     minibatch : bool
         Whether the kernel draws data from a plate, which its models must have.
+    intractable : bool
+        Whether the kernel needs a likelihood with an unknown normalising constant.
     """
 
     name: str
@@ -83,6 +85,7 @@ class Entry:
     own_models: bool = False
     remark: Callable[[Target], str | None] | None = None
     minibatch: bool = False
+    intractable: bool = False
 
 
 @cache

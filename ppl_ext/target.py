@@ -42,7 +42,8 @@ class Site:
     `shape` is the shape of the value a user sees, `unconstrained_shape` the shape on the real
     line (`None` unless the site is a continuous latent variable whose support has a bijection to
     it). `dynamic_support` tells that
-    the support depends on the value of another site.
+    the support depends on the value of another site. `normalizer`: of the distribution's density,
+    "closed" form, "computed" or "unknown", as for `ppl_ext.numpyro.intractable`.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Site:
     dynamic_support: bool = False
     event_dim: int = 0
     plates: tuple[str, ...] = ()
+    normalizer: Literal["closed", "computed", "unknown"] = "closed"
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,12 @@ class Target:
     observed : callable, optional
         `observed(z, plate, indices, *args, **kwargs)`: the observed sites inside the plate by name,
         each with its distribution and values at the `indices`.
+    log_tractable : callable, optional
+        `log_tractable(z, *args, **kwargs)`: log density of the unconstrained `z`, Jacobian
+        included, without the observed sites whose normaliser is not in closed form.
+    intractable : callable, optional
+        `intractable(z, *args, **kwargs)`: those sites by name, each with its distribution and
+        value.
     """
 
     language: str
@@ -125,6 +133,8 @@ class Target:
     log_base: Callable[..., Array] | None = None
     log_likelihood_terms: Callable[..., Array] | None = None
     observed: Callable[..., dict[str, Any]] | None = None
+    log_tractable: Callable[..., Array] | None = None
+    intractable: Callable[..., dict[str, Any]] | None = None
 
     @property
     def size(self) -> int:
@@ -192,14 +202,25 @@ class Target:
             log_likelihood_terms=self.log_likelihood_terms
             and _bound(self.log_likelihood_terms, args, kwargs),
             observed=self.observed and _bound(self.observed, args, kwargs),
+            log_tractable=self.log_tractable and _bound(self.log_tractable, args, kwargs),
+            intractable=self.intractable and _bound(self.intractable, args, kwargs),
         )
 
-    def refusal_of_continuous_kernel(self, kernel: str, minibatch: bool = False) -> str | None:
+    def refusal_of_continuous_kernel(
+        self, kernel: str, minibatch: bool = False, intractable: bool = False
+    ) -> str | None:
         """Why a kernel that moves all continuous sites cannot take this model.
 
-        With `minibatch` plates may be subsampled.
+        With `minibatch` plates may be subsampled; with `intractable` normalisers be unknown.
         """
         pyro = self.language == "pyro"
+        for site in self.sites:
+            if site.normalizer == "unknown" and not intractable:
+                return (
+                    f"{kernel} needs log densities, but the normalising constant of site "
+                    f"'{site.name}' ({site.distribution}) is not known. Use "
+                    "ppl_ext.numpyro.ExchangeMH."
+                )
         for site in self.latent:
             if site.discrete:
                 way_out = (

@@ -16,7 +16,15 @@ LANGUAGES = ("numpyro", "pyro", "torch")
 FRONT_ENDS = ("ppl_ext.numpyro", "ppl_ext.pyro")
 
 # the results of functions, which have the example
-RESULTS = {"Clusters", "IMHReport", "OverheadReport", "PSDTest", "Tuning", "ULDReport"}
+RESULTS = {
+    "Clusters",
+    "ExchangeReport",
+    "IMHReport",
+    "OverheadReport",
+    "PSDTest",
+    "Tuning",
+    "ULDReport",
+}
 
 
 def imports(path, *, at_import_only=False):

@@ -1,4 +1,4 @@
-"""What README.md and CONTRIBUTING.md show runs, and says what the registry says."""
+"""README.md, CONTRIBUTING.md, docs/exchange.md: what they show runs and agrees with the code."""
 
 import re
 import sys
@@ -17,7 +17,7 @@ def blocks(page, language):
     return re.findall(rf"^```{language}\n(.*?)^```$", (ROOT / page).read_text(), re.M | re.S)
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [*PAGES, pytest.param("docs/exchange.md", marks=pytest.mark.slow)])
 def test_python_blocks_run_in_order(page, monkeypatch):
     found = blocks(page, "python")
     assert found

@@ -4,6 +4,7 @@ if __name__ != "ppl_ext.diagnostics":
     raise ImportError("import ppl_ext.diagnostics, not diagnostics")
 
 from ppl_ext.diagnostics.discrepancy import psd
+from ppl_ext.diagnostics.exchange_report import ExchangeReport, exchange_report
 from ppl_ext.diagnostics.goodness_of_fit import PSDTest, psd_test
 from ppl_ext.diagnostics.imh_report import IMHReport, imh_report
 from ppl_ext.diagnostics.ksd import ksd
@@ -24,6 +25,7 @@ from ppl_ext.errors import MissingScoresError, TooFewDrawsError
 
 __all__ = [
     "Clusters",
+    "ExchangeReport",
     "IMHReport",
     "MissingScoresError",
     "OverheadReport",
@@ -33,6 +35,7 @@ __all__ = [
     "ULDReport",
     "attach_scores",
     "clusters",
+    "exchange_report",
     "from_svi",
     "imh_report",
     "ksd",

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+from scipy.special import logsumexp
 
+from ppl_ext.numpyro import exchange_mh as exchange
 from ppl_ext.numpyro.dirichlet_process import DirichletProcess
 from ppl_ext.numpyro.dp_slice import DPSlice
+from ppl_ext.numpyro.exchange_mh import ExchangeMH
 from ppl_ext.numpyro.minibatch import refusal
 from ppl_ext.numpyro.proximal_imh import ProximalIMH
+from ppl_ext.numpyro.spins import Graph, Ising
 from ppl_ext.numpyro.tuna_mh import TunaMH
 from ppl_ext.numpyro.uld import ULD
 from ppl_ext.registry import Entry, Example
@@ -61,6 +66,26 @@ def normal_in_a_subsampled_plate() -> Example:
         {"theta": mean, "total": mean.sum()},
         {"theta": sd, "total": np.sqrt((sd**2).sum())},
     )
+
+
+def ising_on_a_small_lattice() -> Example:
+    """Coupling of an Ising model with nine spins, whose states can be summed over."""
+    graph = Graph.lattice(3, 3)
+    x = np.array([[1, 1, -1], [1, 1, -1], [1, -1, -1]])
+
+    def model(x: Any) -> None:
+        coupling = numpyro.sample("coupling", dist.Uniform(0.0, 1.0))
+        numpyro.sample("x", Ising(coupling, 0.0, graph), obs=x)
+
+    states = np.array(list(itertools.product((-1, 1), repeat=9)))
+    a, b = graph.edges.T
+    energy = lambda x: (x[..., a] * x[..., b]).sum(-1)  # noqa: E731
+    grid = np.linspace(0.0, 1.0, 2001)[:, None]
+    log_density = grid[:, 0] * energy(x.ravel()) - logsumexp(grid * energy(states), axis=1)
+    weight = np.exp(log_density)
+    mean = float(weight @ grid[:, 0] / weight.sum())
+    variance = float(weight @ (grid[:, 0] - mean) ** 2 / weight.sum())
+    return Example(model, (x,), {}, {"coupling": mean}, {"coupling": variance**0.5})
 
 
 def uld() -> Entry:
@@ -163,4 +188,20 @@ def tuna_mh() -> Entry:
         gibbs_block=False,
         potential_fn=False,
         minibatch=True,
+    )
+
+
+def exchange_mh() -> Entry:
+    """Exchange algorithm for likelihoods with an unknown normalising constant."""
+    return Entry(
+        name="ExchangeMH",
+        language="numpyro",
+        kernel=ExchangeMH,
+        models="continuous sites, likelihoods with an unknown normalising constant",
+        exact=True,
+        source="arXiv 1206.6848, 2406.05242",
+        refusal=exchange.refusal,
+        example=ising_on_a_small_lattice,
+        potential_fn=False,
+        intractable=True,
     )

@@ -28,6 +28,7 @@ from ppl_ext.errors import UnsupportedModelError
 from ppl_ext.kernels import conjugate as cj
 from ppl_ext.kernels.dp_slice import Gradient, Mixture, log_partition, log_sticks
 from ppl_ext.numpyro.dirichlet_process import DirichletProcess, WithoutPlate, answering
+from ppl_ext.numpyro.target import bare
 from ppl_ext.target import Array, PyTree
 
 # sets of atoms at which parameters are compared
@@ -122,7 +123,7 @@ class Facts:
         process = run.process
         prior = None
         if self.concentration is not None:
-            gamma = _core(run.messages[self.concentration]["fn"])
+            gamma = bare(run.messages[self.concentration]["fn"])
             prior = (jnp.asarray(gamma.concentration, float), jnp.asarray(gamma.rate, float))
         atoms: cj.Product | Gradient
         if self.links is not None:
@@ -342,7 +343,7 @@ def look(model: Callable, args: tuple, kwargs: dict, atoms: str = "auto") -> Fac
             if message["fn"].support is not None and message["fn"].support.is_discrete:
                 raise UnsupportedModelError(
                     f"DPSlice moves the sites beside the process by NUTS, but site '{name}' is "
-                    f"discrete ({type(_core(message['fn'])).__name__}). Sum it out of the model."
+                    f"discrete ({type(bare(message['fn'])).__name__}). Sum it out of the model."
                 )
         _check_plates(model, args, kwargs, first)
         alpha = _gamma_concentration(model, args, kwargs, runs)
@@ -407,7 +408,7 @@ def _gamma_concentration(model: Callable, args: tuple, kwargs: dict, runs: list[
     )
     if name is None or run.messages[name]["is_observed"]:
         return None
-    if not isinstance(_core(run.messages[name]["fn"]), dist.Gamma):
+    if not isinstance(bare(run.messages[name]["fn"]), dist.Gamma):
         return None
     shown = {n: m["value"] for n, m in run.messages.items() if m["type"] == "sample"}
     atoms = {n: m["value"] for n, m in run.atom.items()}
@@ -448,13 +449,6 @@ def _log_likelihood(run: Run, plate: str, n: int) -> Array:
 
 
 # --- conjugate pairs -----------------------------------------------------------------------------
-
-
-def _core(distribution: Any) -> Any:
-    """A distribution without the wrappers that expand, group or mask it."""
-    while isinstance(distribution, (Independent, ExpandedDistribution, MaskedDistribution)):
-        distribution = distribution.base_dist
-    return distribution
 
 
 def _mask(distribution: Any, size: int) -> Array:
@@ -514,8 +508,8 @@ def _links(runs: list[Run]) -> tuple[Link, ...] | str:
             return f"'{name}' is in more plates than '{run.plate}'"
         link = _link(name, runs, free)
         if link is None:
-            kind = type(_core(message["fn"])).__name__
-            bases = {type(_core(m["fn"])).__name__ for m in run.atom.values()}
+            kind = type(bare(message["fn"])).__name__
+            bases = {type(bare(m["fn"])).__name__ for m in run.atom.values()}
             return f"'{name}' ({kind}) makes no conjugate pair with a base of {sorted(bases)}"
         links.append(link)
         free -= set(link.sites.values())
@@ -542,8 +536,8 @@ def _link(name: str, runs: list[Run], free: set[str]) -> Link | None:
 
 def _candidates(name: str, run: Run, free: list[str]) -> list[tuple[dict[str, str], Any]]:
     """Pairs that the families of the distributions allow, with the roles of the atom's sites."""
-    core = _core(run.messages[name]["fn"])
-    kinds = {site: type(_core(run.atom[site]["fn"])) for site in free}
+    core = bare(run.messages[name]["fn"])
+    kinds = {site: type(bare(run.atom[site]["fn"])) for site in free}
     of = lambda *types: [site for site in free if issubclass(kinds[site], types)]  # noqa: E731
     if isinstance(core, dist.Normal):
         means = of(dist.Normal)
@@ -584,9 +578,9 @@ def _member(link: Link, run: Run) -> tuple[cj.Member, Callable[[str, Array], Arr
         When numbers that have to be equal are known and differ: it is no such pair.
     """
     message = run.messages[link.observed]
-    core = _core(message["fn"])
+    core = bare(message["fn"])
     atom = {role: jnp.asarray(run.atom[site]["value"]) for role, site in link.sites.items()}
-    base = {role: _core(run.atom[site]["fn"]) for role, site in link.sites.items()}
+    base = {role: bare(run.atom[site]["fn"]) for role, site in link.sites.items()}
     size = next(iter(atom.values())).size
     rows, prior = _BINDINGS[type(link.pair)](link.pair, core, atom, base)
     y = message["value"]

@@ -31,6 +31,7 @@ from numpyro.infer.util import constrain_fn, potential_energy, unconstrain_fn
 from numpyro.primitives import Messenger
 
 from ppl_ext.errors import UnsupportedModelError
+from ppl_ext.numpyro.intractable import Intractable
 from ppl_ext.target import (
     Array,
     Plate,
@@ -113,6 +114,8 @@ def target(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Target:
         log_base=partial(_log_base, model),
         log_likelihood_terms=partial(_log_likelihood_terms, model),
         observed=partial(_observed, model),
+        log_tractable=partial(_log_tractable, model),
+        intractable=partial(_intractable, model),
     )
 
 
@@ -179,6 +182,9 @@ def _describe(message: Mapping[str, Any]) -> Site:
         event_dim=distribution.event_dim,
         plates=plates,
     )
+    base = bare(distribution)
+    if isinstance(base, Intractable):
+        common["normalizer"] = "computed" if base.has_normalizer else "unknown"
     if message["is_observed"]:
         return Site(name, "observed", shape, **common)
     if common["discrete"] or isinstance(distribution, Delta):
@@ -197,10 +203,14 @@ def _describe(message: Mapping[str, Any]) -> Site:
 
 def family(distribution: Any) -> str:
     """Name of a distribution without the wrappers that expand, mask or group it."""
-    distribution = unwrapped(distribution)
-    while isinstance(distribution, MaskedDistribution):
-        distribution = unwrapped(distribution.base_dist)
-    return type(distribution).__name__
+    return type(bare(distribution)).__name__
+
+
+def bare(distribution: Any) -> Any:
+    """The distribution without the wrappers that expand, mask or group it."""
+    while isinstance(distribution, (Independent, ExpandedDistribution, MaskedDistribution)):
+        distribution = distribution.base_dist
+    return distribution
 
 
 def unwrapped(distribution: Any) -> Any:
@@ -208,6 +218,21 @@ def unwrapped(distribution: Any) -> Any:
     while isinstance(distribution, (Independent, ExpandedDistribution)):
         distribution = distribution.base_dist
     return distribution
+
+
+def peeled(distribution: Any) -> tuple[Any, Array]:
+    """`bare` distribution, and the product of the masks, of the shape of a value."""
+    shape = distribution.shape()
+    weight = jnp.ones(shape)
+    while True:
+        distribution = unwrapped(distribution)
+        if not isinstance(distribution, MaskedDistribution):
+            return distribution, weight
+        mask = jnp.asarray(distribution._mask)
+        mask = jnp.reshape(mask, mask.shape + (1,) * distribution.event_dim)
+        # the mask is of the shape of the distribution at this depth
+        weight = weight * jnp.broadcast_to(mask, shape)
+        distribution = distribution.base_dist
 
 
 def _innermost(support: Any) -> Any:
@@ -492,21 +517,56 @@ def _observed(
     for name, message in _data_messages(model, z, plate, indices, args, kwargs).items():
         distribution = message["fn"]
         shape = distribution.shape()
-        weight = jnp.broadcast_to(
-            jnp.reshape(
-                message["scale"], jnp.shape(message["scale"]) + (1,) * distribution.event_dim
-            ),
-            shape,
+        scale = jnp.reshape(
+            message["scale"], jnp.shape(message["scale"]) + (1,) * distribution.event_dim
         )
-        while True:
-            distribution = unwrapped(distribution)
-            if not isinstance(distribution, MaskedDistribution):
-                break
-            mask = jnp.asarray(distribution._mask)
-            mask = jnp.reshape(mask, mask.shape + (1,) * distribution.event_dim)
-            # the mask is of the shape of the distribution at this depth
-            weight = weight * jnp.broadcast_to(mask, shape)
-            distribution = distribution.base_dist
+        distribution, weight = peeled(distribution)
+        weight = weight * jnp.broadcast_to(scale, shape)
         value = message["value"]
         found[name] = Observed(distribution, value, shape, message["axis"], weight)
+    return found
+
+
+# --- unknown normalising constants ---------------------------------------------------------------
+
+
+class Likelihood(NamedTuple):
+    """An observed site with an `Intractable` distribution, wrappers taken off."""
+
+    distribution: Intractable
+    value: Array  # batch_shape + event_shape of the distribution
+    weight: Array  # batch_shape: 0 where a log density is masked, else 1
+
+
+def _is_intractable(message: Mapping[str, Any]) -> bool:
+    observed = message["type"] == "sample" and message["is_observed"]
+    return observed and isinstance(bare(message["fn"]), Intractable)
+
+
+def without_intractable(model: Callable[..., Any]) -> Callable[..., Any]:
+    """The model with its intractable likelihoods hidden."""
+    return block(model, hide_fn=_is_intractable)
+
+
+def _log_tractable(model: Callable, z: PyTree, *args: Any, **kwargs: Any) -> Array:
+    return -potential_energy(without_intractable(model), args, kwargs, z)
+
+
+def _intractable(model: Callable, z: PyTree, *args: Any, **kwargs: Any) -> dict[str, Likelihood]:
+    seeded = seed(model, jax.random.key(0))
+    values = constrain_fn(seeded, args, kwargs, z)
+    messages = trace(substitute(seeded, data=values)).get_trace(*args, **kwargs)
+    found = {}
+    for name, message in messages.items():
+        if not _is_intractable(message):
+            continue
+        if message["scale"] is not None:
+            raise UnsupportedModelError(
+                f"The log density of site '{name}' is scaled: a power of it has another "
+                "normalising constant, for which nothing can be simulated. Remove the `scale`."
+            )
+        base, weight = peeled(message["fn"])
+        # one for each log density: the numbers of an event have the same
+        weight = weight[(..., *(0,) * base.event_dim)]
+        found[name] = Likelihood(base, jnp.asarray(message["value"]), weight)
     return found

@@ -18,8 +18,8 @@ Y = np.linspace(-1.0, 1.0, 20)
 
 
 @pytest.fixture(params=ENTRIES, ids=lambda entry: entry.name, scope="module")
-def entry(request):
-    return request.param
+def entry(request, adapted):
+    return adapted(request.param)
 
 
 def location(y):

@@ -40,8 +40,8 @@ METHODS = [
 
 
 @pytest.fixture(params=ENTRIES, ids=lambda entry: entry.name, scope="module")
-def entry(request):
-    return request.param
+def entry(request, adapted):
+    return adapted(request.param)
 
 
 @pytest.fixture
@@ -49,6 +49,8 @@ def any_model(entry):
     """For tests whose models have no plate of data."""
     if entry.minibatch:
         pytest.skip(f"{entry.name} declares that it needs a plate of data")
+    if entry.intractable:
+        pytest.skip(f"{entry.name} declares that it needs an intractable likelihood")
 
 
 def make(entry, model, num_chains=1, num_warmup=20, num_samples=20, **options):
@@ -196,6 +198,8 @@ def test_a_resumed_run_refuses_latent_sites_of_another_shape(entry, any_model):
 
 @pytest.mark.adaptor
 def test_pickles_go_on_in_a_new_process(entry, tmp_path):
+    if entry.intractable:
+        pytest.skip("the model of another process is not adapted")
     pickle.loads(pickle.dumps(entry.kernel(location, **entry.options)))
     example = textwrap.dedent(
         """
