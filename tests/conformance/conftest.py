@@ -42,8 +42,11 @@ class Simulated(Intractable):
 
     def __init__(self, base_dist):
         self.base_dist = base_dist
-        self.support = base_dist.support
         super().__init__(base_dist.batch_shape)
+
+    @property
+    def support(self):
+        return self.base_dist.support
 
     def stats(self, value):
         return jnp.asarray(value, float)[..., None]

@@ -12,7 +12,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
-from numpyro.infer import MCMC, NUTS
+from numpyro.infer import MCMC, NUTS, Gibbs
 from scipy import stats
 from scipy.special import gammaln, logsumexp
 
@@ -329,6 +329,31 @@ def test_everything_at_once_agrees_with_a_grid(proposal):
     mcmc = run(model, rows, counts, proposal=proposal)
     assert np.abs(z_scores(mcmc, mean, sd)).max() < 4.5
     assert mcmc.get_extra_fields()["num_overflow"].max() == 0
+
+
+@pytest.mark.slow
+def test_two_blocks_of_gibbs():
+    """|z| < 4.5 against a grid; the pool of a block is drawn at other values of the other site."""
+    graph = Graph.lattice(3, 3)
+    x = np.array([[1, 1, -1], [1, 1, 1], [1, -1, -1]])
+
+    def model(x):
+        coupling = numpyro.sample("coupling", dist.Uniform(0, 1))
+        field = numpyro.sample("field", dist.Normal(0, 0.5))
+        numpyro.sample("x", Ising(coupling, field, graph), obs=x)
+
+    grid = [np.linspace(0, 1, 101), np.linspace(-1.5, 1.5, 121)]
+    j, h = (np.asarray(g.ravel()) for g in np.meshgrid(*grid, indexing="ij"))
+    log_prob = jax.jit(jax.vmap(lambda j, h: Ising(j, h, graph).log_prob(x)))(j, h)
+    weight = np.exp(np.asarray(log_prob, float) - 2 * h**2)
+    weight /= weight.sum()
+    values = {"coupling": j, "field": h}
+    mean = {name: weight @ v for name, v in values.items()}
+    sd = {name: np.sqrt(weight @ (v - mean[name]) ** 2) for name, v in values.items()}
+    blocks = [(ExchangeMH(model, proposal="mala"), ["coupling"]), (ExchangeMH(model), ["field"])]
+    mcmc = MCMC(Gibbs(blocks), num_warmup=500, num_samples=4000, progress_bar=False)
+    mcmc.run(jax.random.key(0), x)
+    assert np.abs(z_scores(mcmc, mean, sd)).max() < 4.5
 
 
 @pytest.mark.slow
