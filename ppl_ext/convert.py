@@ -12,6 +12,7 @@ import numpy as np
 from ppl_ext import _arviz, registry
 from ppl_ext.diagnostics.draws import UNCONSTRAINED, score_group
 from ppl_ext.diagnostics.scores import unconstrained_dataset
+from ppl_ext.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
     from numpyro.infer import MCMC
@@ -51,7 +52,8 @@ def to_arviz(mcmc: Any, *, log_likelihood: bool = False, **kwargs: Any) -> Any:
     -----
     UserWarning
         When every draw of a chain diverged: the chain stands still. When a bound of a minibatch
-        kernel was violated. When simulations of ExchangeMH reached their limit.
+        kernel was violated. When simulations of ExchangeMH reached their limit. When a mixture had
+        too few slots.
 
     Examples
     --------
@@ -101,6 +103,16 @@ def to_arviz(mcmc: Any, *, log_likelihood: bool = False, **kwargs: Any) -> Any:
             "(`num_overflow` in `sample_stats`).",
             stacklevel=2,
         )
+    lost = np.asarray(fields.get("overflow", False))
+    if lost.any():
+        warnings.warn(
+            f"{lost.mean():.1%} of the draws follow an overflow of the slots, and are NaN. Repeat "
+            "the run with more: `mcmc.sampler.rerun(mcmc)`.",
+            stacklevel=2,
+        )
+    refuse = getattr(mcmc.sampler, "refuse_log_likelihood", None)
+    if log_likelihood and refuse is not None:
+        raise UnsupportedModelError(refuse())
     with warnings.catch_warnings():
         # ArviZ traces the model with its full-size plates, which NumPyro remarks on
         warnings.filterwarnings("ignore", ".*subsample_size.*", UserWarning)

@@ -1,4 +1,4 @@
-"""README.md, CONTRIBUTING.md, docs/exchange.md: what they show runs and agrees with the code."""
+"""README.md, CONTRIBUTING.md, pages of docs: what they show runs and agrees with the code."""
 
 import re
 import sys
@@ -11,13 +11,16 @@ import ppl_ext
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", "CONTRIBUTING.md"]
+DOCS = ["docs/dp_slice.md", "docs/exchange.md"]
 
 
 def blocks(page, language):
     return re.findall(rf"^```{language}\n(.*?)^```$", (ROOT / page).read_text(), re.M | re.S)
 
 
-@pytest.mark.parametrize("page", [*PAGES, pytest.param("docs/exchange.md", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "page", [*PAGES, *(pytest.param(page, marks=pytest.mark.slow) for page in DOCS)]
+)
 def test_python_blocks_run_in_order(page, monkeypatch):
     found = blocks(page, "python")
     assert found

@@ -87,7 +87,7 @@ def overhead_report(data: Any) -> OverheadReport:
     ...     with numpyro.plate("data", y.shape[0]):
     ...         numpyro.sample("y", dist.Normal(G.draw(), 1), obs=y)
     >>> mcmc = MCMC(DPSlice(model), num_warmup=50, num_samples=100, progress_bar=False)
-    >>> mcmc.run(jax.random.key(0), np.repeat([-10.0, 10.0], 20))
+    >>> mcmc.run(jax.random.key(0), np.repeat([-10.0, 10.0], 20), extra_fields=("labels",))
     >>> abs(overhead_report(ppl_ext.to_arviz(mcmc)).z) < 4
     True
     """

@@ -184,7 +184,7 @@ def predictive_density(mcmc: Any, *args: Any, **kwargs: Any) -> xr.DataArray:
     ...     with numpyro.plate("data", y.shape[0]):
     ...         numpyro.sample("y", dist.Normal(G.draw(), 1), obs=y)
     >>> mcmc = MCMC(DPSlice(model), num_warmup=50, num_samples=100, progress_bar=False)
-    >>> mcmc.run(jax.random.key(0), np.repeat([-10.0, 10.0], 20))
+    >>> mcmc.run(jax.random.key(0), np.repeat([-10.0, 10.0], 20), extra_fields=("labels",))
     >>> grid = np.linspace(-60.0, 60.0, 601)
     >>> density = predictive_density(mcmc, grid).mean(("chain", "draw"))
     >>> bool(abs(float(density.sum()) * 0.2 - 1) < 0.01)

@@ -83,16 +83,16 @@ class DirichletProcess:
     def __init__(self, name: str, concentration: Any, base: Callable[[], PyTree]) -> None:
         if not isinstance(name, str) or not name:
             raise TypeError(f"{type(self).__name__}: `name` must be a text, got {name!r}.")
-        if not callable(base):
+        if isinstance(base, Distribution) or not callable(base):
             raise TypeError(
-                f"{type(self).__name__}: `base` must be a function that samples one atom, got "
-                f"{type(base).__name__}."
+                f"{type(self).__name__}: `base` must be a function that samples one atom, such as "
+                f'`lambda: numpyro.sample("mu", dist.Normal(0, 1))`, got {type(base).__name__}.'
             )
         self.name = name
         self.concentration = concentration
         self.base = base
         self.discount: Any = None
-        self._check("concentration", concentration, 0.0, float("inf"))
+        self._check("concentration", concentration, lambda x: x > 0, "be positive")
 
     def draw(self) -> PyTree:
         """The atom of each point of the plate around."""
@@ -126,6 +126,11 @@ class DirichletProcess:
                 raise UnsupportedModelError(
                     f"Site '{name}' of the base of '{self.name}' has the batch shape "
                     f"{message['fn'].batch_shape}. Make it part of the event with `.to_event`."
+                )
+            if message["fn"].support is not None and message["fn"].support.is_discrete:
+                raise UnsupportedModelError(
+                    f"Site '{name}' of the base of '{self.name}' is discrete "
+                    f"({type(message['fn']).__name__}). Atoms have continuous sites only."
                 )
             if message["is_observed"]:
                 raise UnsupportedModelError(
@@ -173,7 +178,9 @@ class DirichletProcess:
         rest = _restaurant(key_rest, n, self.concentration + capacity * discount, self.discount)
         labels = jnp.where(labels == capacity, capacity + rest, labels)
         new = self._new_atoms(n)
-        atoms = {k: jnp.concatenate([jnp.asarray(v), new[k]]) for k, v in known.items()}
+        # draws after an overflow predict nothing
+        lost = jnp.where(jnp.isnan(jnp.sum(weights)), jnp.nan, 0.0)
+        atoms = {k: jnp.concatenate([jnp.asarray(v), new[k]]) + lost for k, v in known.items()}
         numpyro.deterministic(f"{self.name}_labels", labels)
         return labels, atoms
 
@@ -186,16 +193,15 @@ class DirichletProcess:
     def _partition(self, n: int) -> Distribution:
         return Partition(n, self.concentration, self.discount)
 
-    def _check(self, argument: str, value: Any, low: float, high: float) -> None:
+    def _check(self, argument: str, value: Any, fits: Callable[[float], bool], law: str) -> None:
         if jnp.ndim(value):
             raise ValueError(
                 f"{type(self).__name__}: `{argument}` of '{self.name}' must be a number, got shape "
                 f"{jnp.shape(value)}."
             )
-        if isinstance(value, (int, float)) and not low < value < high:
+        if isinstance(value, (int, float)) and not fits(value):
             raise ValueError(
-                f"{type(self).__name__}: `{argument}` of '{self.name}' must lie between {low} and "
-                f"{high}, got {value!r}."
+                f"{type(self).__name__}: `{argument}` of '{self.name}' must {law}, got {value!r}."
             )
 
 
@@ -230,8 +236,7 @@ class PitmanYor(DirichletProcess):
         self, name: str, concentration: Any, discount: Any, base: Callable[[], PyTree]
     ) -> None:
         super().__init__(name, concentration, base)
-        # the smallest number above which zero lies
-        self._check("discount", discount, -5e-324, 1.0)
+        self._check("discount", discount, lambda x: 0 <= x < 1, "lie in [0, 1)")
         self.discount = discount
 
     def _partition(self, n: int) -> Distribution:

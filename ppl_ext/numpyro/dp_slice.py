@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -27,6 +28,9 @@ _SMALL = 20_000
 
 # points whose likelihoods are held at once
 _CHUNK = 16384
+
+# discount from which on the leftover mass decays too slowly
+_LARGE_DISCOUNT = 0.2
 
 # slots chosen without being told
 _MIN_CAPACITY, _MAX_CAPACITY = 64, 512
@@ -88,6 +92,14 @@ class DPSlice(Kernel):
         At `run`: no process, or two; atoms used outside of the data plate; discrete sites beside
         the process; `atoms="conjugate"` for a model without conjugate pairs.
 
+    ppl_ext.errors.InitializationError
+        At `run`: no observations, or observations that are NaN and not masked.
+
+    Warns
+    -----
+    UserWarning
+        At `run`: a Pitman-Yor process with a discount that the method does not suit.
+
     Notes
     -----
     Exact. A concentration with a Gamma prior is drawn in closed form, every other site beside the
@@ -112,7 +124,7 @@ class DPSlice(Kernel):
     ...         numpyro.sample("y", dist.Normal(G.draw(), 1), obs=y)
     >>> y = np.repeat([-10.0, 10.0], 20)
     >>> mcmc = MCMC(DPSlice(model), num_warmup=50, num_samples=100, progress_bar=False)
-    >>> mcmc.run(jax.random.key(0), y)
+    >>> mcmc.run(jax.random.key(0), y, extra_fields=("labels",))
     >>> mcmc.get_samples()["G_num_clusters"].shape
     (100,)
     """
@@ -192,6 +204,8 @@ class DPSlice(Kernel):
         self._num_warmup = num_warmup
         self._facts = mx.look(self._model, model_args, kwargs, self._atoms)
         self._settings = self._chosen(self._facts, model_args, kwargs)
+        if self._facts.discount and self._method != "kgw_independent":
+            self._warn_of_discount(model_args, kwargs)
         if self._facts.global_sites:
             self._nuts = NUTS(self._facts.given, init_strategy=self._init_strategy)
         start = lambda key: self._start_chain(key, model_args, kwargs)  # noqa: E731
@@ -200,6 +214,18 @@ class DPSlice(Kernel):
         self._check_start(state, model_args, kwargs)
         self._sample_fn = self._sample
         return state
+
+    def _warn_of_discount(self, args: tuple, kwargs: dict) -> None:
+        assert self._facts is not None
+        _, discount = mx.process_draws(self._facts.model, args, kwargs, 100)
+        largest = float(np.asarray(discount).max())
+        if largest > _LARGE_DISCOUNT:
+            warnings.warn(
+                f"The discount of '{self._facts.process}' can be {largest:.2f}, for which a sweep "
+                f'of DPSlice\'s method "{self._method}" may need thousands of slots and overflow. '
+                'Take method="kgw_independent", whose number of slots does not depend on it.',
+                stacklevel=5,
+            )
 
     def _check_start(self, state: State, args: tuple, kwargs: dict) -> None:
         atoms = jax.tree.leaves(state.sweep.atoms)
@@ -315,18 +341,22 @@ class DPSlice(Kernel):
     ) -> State:
         facts = self._facts
         assert facts is not None
-        lost = sweep.overflow
-        z = {
-            name: jnp.where(lost, jnp.nan, value)
-            if jnp.issubdtype(jnp.result_type(value), jnp.floating)
-            else jnp.where(lost, -1, value)
-            for name, value in values.items()
-        }
+        z = dict(values)
         if facts.concentration is not None:
             z[facts.concentration] = sweep.concentration
         z |= facts.sites_of_atoms(sweep.atoms, args, kwargs, values)
         z[f"{facts.process}_weights"] = jnp.exp(sweep.log_weights)
         z[f"{facts.process}_num_clusters"] = sweep.num_clusters_now
+
+        def kept(value: Array) -> Array:
+            # here once more: XLA's functions may make a number of a NaN
+            value = jnp.asarray(value)
+            floating = jnp.issubdtype(value.dtype, jnp.floating)
+            return jnp.where(
+                sweep.overflow, jnp.array(jnp.nan if floating else -1, value.dtype), value
+            )
+
+        z = {name: kept(value) for name, value in z.items()}
         return State(
             z=z,
             labels=sweep.labels,
@@ -338,7 +368,8 @@ class DPSlice(Kernel):
             overflow=sweep.overflow,
             num_split_merge=sweep.num_accepted,
             accept_prob=sweep.accept_prob,
-            diverging=nuts.diverging if self._nuts is not None else jnp.array(False),
+            # after an overflow there is nothing that could diverge
+            diverging=(nuts.diverging if nuts else jnp.array(False)) & ~sweep.overflow,
             sweep=sweep,
             globals=nuts,
             start_key=start_key,
@@ -432,6 +463,14 @@ class DPSlice(Kernel):
         )
         new.run(state.start_key, *mcmc._args, extra_fields=extra_fields, **mcmc._kwargs)
         return new
+
+    def refuse_log_likelihood(self) -> str:
+        """Why ArviZ cannot have the log likelihood: it depends on labels that are not kept."""
+        return (
+            "The likelihood of DPSlice's draws depends on the labels of the points. Pointwise log "
+            "densities without them are those of ppl_ext.diagnostics.predictive_density(mcmc, "
+            "*args), where args are the model's arguments: take the logarithm."
+        )
 
     def predictive_density(self, samples: dict[str, Array], *args: Any, **kwargs: Any) -> Array:
         """Density of new observations, see `ppl_ext.diagnostics.predictive_density`.

@@ -20,15 +20,15 @@ def pytest_collection_modifyitems(items):
     """Which tests are slow.
 
     Those marked `adaptor` try code that all kernels share: slow with all kernels but one. The
-    programs of minibatch and exchange kernels take long to compile; their own tests have the fast
-    part.
+    programs of minibatch, exchange and mixture kernels take long to compile; their own tests have
+    the fast part.
     """
     for item in items:
         entry = getattr(item, "callspec", None) and item.callspec.params.get("entry")
         if not entry:
             continue
         shared = item.get_closest_marker("adaptor") is not None and entry.name != FIRST
-        if shared or entry.minibatch or entry.intractable:
+        if shared or entry.minibatch or entry.intractable or entry.own_models:
             item.add_marker(pytest.mark.slow)
 
 

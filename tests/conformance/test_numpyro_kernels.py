@@ -101,6 +101,7 @@ def test_every_chain_method_finds_the_exact_answer(entry, method):
             assert abs(draws[:, :, i].std() / sd[i] - 1) < 0.03 + 5 / np.sqrt(2 * ess)
 
 
+@pytest.mark.adaptor
 def test_sequential_and_vectorized_draws_agree_for_equal_keys(entry, x64):
     draws = []
     # JAX keeps the buffer of a NumPy constant by its identity, in whatever precision it was used
@@ -170,6 +171,7 @@ def test_one_compiled_program_serves_new_data_of_the_same_shape(entry):
         assert abs(mcmc.get_samples()["mu"].mean() - shift) < 0.3
 
 
+@pytest.mark.adaptor
 def test_a_resumed_run_uses_the_new_data(entry):
     mcmc = make(entry, location, num_warmup=200, num_samples=200)
     mcmc.run(jax.random.key(0), Y)

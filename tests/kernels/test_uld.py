@@ -55,8 +55,8 @@ def test_energy_error_target_keeps_the_bias_at_its_tolerance(x64):
     ("potential", "h"),
     [
         (lambda x: x**4 / 4, 0.5),
-        (lambda x: x**4 / 4 + x**2 / 2, 0.65),
-        (lambda x: jnp.exp(x) - x, 0.5),
+        pytest.param(lambda x: x**4 / 4 + x**2 / 2, 0.65, marks=pytest.mark.slow),
+        pytest.param(lambda x: jnp.exp(x) - x, 0.5, marks=pytest.mark.slow),
         (lambda x: 2 * jnp.logaddexp(x, -x), 0.75),
     ],
     ids=["quartic", "quartic and square", "log of a gamma", "logistic"],

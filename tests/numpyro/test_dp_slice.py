@@ -9,7 +9,7 @@ import pytest
 from numpyro.infer import MCMC, Predictive
 
 import ppl_ext
-from ppl_ext.errors import UnsupportedModelError
+from ppl_ext.errors import InitializationError, UnsupportedModelError
 from ppl_ext.kernels import conjugate as cj
 from ppl_ext.kernels.dp_slice import Gradient
 from ppl_ext.numpyro import DirichletProcess, DPSlice, PitmanYor
@@ -168,6 +168,20 @@ def test_missing_values_may_be_nan():
     assert np.isfinite(rows).all() and (rows[2] == 0).all() and (rows[0] != 0).any()
 
 
+@pytest.mark.parametrize(
+    ("y", "words"),
+    [
+        (np.full(N, np.nan), "'y' has NaN values.*mask"),
+        (None, "'data' of 'G' has no observed site"),
+    ],
+)
+def test_data_that_are_not_there_are_told(y, words):
+    base, _, _, _ = CASES["normal"]
+    model, _ = mixture(base, lambda mu: dist.Normal(mu[:, 0], 1), y)
+    with pytest.raises(InitializationError, match=words):
+        mx.look(model, (y,), {})
+
+
 def independent():
     return numpyro.sample("mu", dist.Normal(0, 3)), numpyro.sample("s2", dist.InverseGamma(2, 2))
 
@@ -250,6 +264,12 @@ def has_batched_base(y):
         numpyro.sample("y", dist.Normal(G.draw()[:, 0], 1), obs=y)
 
 
+def has_discrete_base(y):
+    G = DirichletProcess("G", 1.0, lambda: numpyro.sample("k", dist.Poisson(3.0)))
+    with numpyro.plate("data", N):
+        numpyro.sample("y", dist.Normal(G.draw(), 1), obs=y)
+
+
 @pytest.mark.parametrize(
     ("model", "words"),
     [
@@ -258,6 +278,7 @@ def has_batched_base(y):
         (has_discrete_site, "'k' is discrete"),
         (uses_atoms_outside, "'total' depends on the atoms"),
         (has_no_plate, "inside one plate"),
+        (has_discrete_base, "'k' of the base of 'G' is discrete"),
         (has_batched_base, r"'mu'.*batch shape \(2,\).*to_event"),
     ],
 )
@@ -282,11 +303,12 @@ def test_bad_arguments_are_named(options, words):
 
 
 def test_processes_check_their_arguments():
-    with pytest.raises(TypeError, match="`base` must be a function"):
-        DirichletProcess("G", 1.0, 3.0)
-    with pytest.raises(ValueError, match="`concentration` of 'G' must lie between"):
+    for base in (3.0, dist.Normal(0, 1)):
+        with pytest.raises(TypeError, match="`base` must be a function"):
+            DirichletProcess("G", 1.0, base)
+    with pytest.raises(ValueError, match="`concentration` of 'G' must be positive"):
         DirichletProcess("G", -1.0, independent)
-    with pytest.raises(ValueError, match="`discount` of 'G' must lie between"):
+    with pytest.raises(ValueError, match=r"`discount` of 'G' must lie in \[0, 1\)"):
         PitmanYor("G", 1.0, 1.0, independent)
 
 
@@ -338,6 +360,8 @@ def test_a_run_gives_draws_statistics_and_labels_and_goes_on():
     assert all(len(np.unique(row)) == row.max() + 1 for row in labels)
     assert (fields["overhead"] == fields["num_instantiated"] - fields["num_clusters"]).all()
     assert ((samples["G_weights"].sum(1) > 0) & (samples["G_weights"].sum(1) < 1 + 1e-5)).all()
+    with pytest.raises(UnsupportedModelError, match="predictive_density"):
+        ppl_ext.to_arviz(mcmc, log_likelihood=True)
     stats = ppl_ext.to_arviz(mcmc)["sample_stats"]
     assert {"num_clusters", "overhead", "overhead_predicted", "overflow"} <= set(stats.data_vars)
     mcmc.post_warmup_state = mcmc.last_state
@@ -361,7 +385,12 @@ def test_a_rerun_has_the_draws_that_should_have_been():
     mcmc.run(jax.random.key(0), REAL[:, 0])
     lost = np.asarray(mcmc.get_extra_fields()["overflow"])
     assert lost.any() and not lost[0]
-    assert jnp.isnan(mcmc.get_samples()["mu"][lost]).all()
+    for name in ("mu", "G_weights"):
+        assert jnp.isnan(mcmc.get_samples()[name][lost]).all()
+    found = Predictive(model, mcmc.get_samples())(jax.random.key(0), None)["y"]
+    assert (jnp.isnan(found).all(1) == lost).all()
+    with pytest.warns(UserWarning, match="follow an overflow of the slots.*rerun"):
+        ppl_ext.to_arviz(mcmc)
     again = kernel.rerun(mcmc, 128)
     assert not again.get_extra_fields()["overflow"].any()
     for name in ("mu", "G_weights"):

@@ -230,6 +230,7 @@ def test_functions_are_those_of_the_same_numpyro_model(both, name):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_prior_scales_are_those_of_the_same_numpyro_model(both):
     """That of the log-normal site is drawn: five standard errors of a variance of 1,000 draws."""
     posterior, expected = both
@@ -241,6 +242,7 @@ def test_prior_scales_are_those_of_the_same_numpyro_model(both):
     assert abs(found[6, 6] - 0.25) < 5 * 0.25 * np.sqrt(2 / 1000)
 
 
+@pytest.mark.slow
 def test_prior_draws_are_of_the_prior_and_decided_by_the_key(both):
     """Means of 400 draws within five standard errors."""
     posterior, _ = both
