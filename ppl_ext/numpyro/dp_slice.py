@@ -202,6 +202,7 @@ class DPSlice(Kernel):
             )
         assert self._model is not None
         self._num_warmup = num_warmup
+        mx.check_observations(self._model, model_args, kwargs)
         self._facts = mx.look(self._model, model_args, kwargs, self._atoms)
         self._settings = self._chosen(self._facts, model_args, kwargs)
         if self._facts.discount and self._method != "kgw_independent":
@@ -489,6 +490,7 @@ class DPSlice(Kernel):
         """
         model = self._model
         assert model is not None
+        mx.check_observations(model, args, kwargs)
         shape = jax.tree.leaves(samples)[0].shape[:2]
         flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), samples)
         keys = random.split(random.key(0), shape[0] * shape[1])

@@ -286,7 +286,6 @@ def predictive_density(
     Of the mass beyond the slots one atom is drawn, which makes the density right on average.
     """
     run = run_model(model, args, kwargs, key=key)
-    _check_observations(run)
     latent = [n for n, m in run.messages.items() if m["type"] == "sample" and n in draw]
     values = {name: draw[name] for name in latent}
     weights = draw[f"{run.process.name}_weights"]
@@ -330,8 +329,6 @@ def look(model: Callable, args: tuple, kwargs: dict, atoms: str = "auto") -> Fac
     UnsupportedModelError
         When the model draws from no process or twice, has a discrete site beside it, or uses the
         atoms outside of the data plate; with `atoms="conjugate"`, when no pairs cover the atom.
-    InitializationError
-        When it has no data, or NaN among them.
     """
     # MCMC starts several chains inside a trace, where the numbers would not be there to compare
     with jax.ensure_compile_time_eval(), validation_enabled(False):
@@ -348,7 +345,6 @@ def look(model: Callable, args: tuple, kwargs: dict, atoms: str = "auto") -> Fac
                     f"DPSlice moves the sites beside the process by NUTS, but site '{name}' is "
                     f"discrete ({type(bare(message['fn'])).__name__}). Sum it out of the model."
                 )
-        _check_observations(first)
         _check_plates(model, args, kwargs, first)
         alpha = _gamma_concentration(model, args, kwargs, runs)
         links: tuple[Link, ...] | None = None
@@ -381,26 +377,30 @@ def _in_plate(message: Any, plate: str) -> bool:
     return any(frame.name == plate for frame in message["cond_indep_stack"])
 
 
-def _check_observations(run: Run) -> None:
-    """There must be data in the plate, and no NaN that is not masked."""
-    observed = {
-        name: message
-        for name, message in run.messages.items()
-        if message["type"] == "sample" and message["is_observed"] and _in_plate(message, run.plate)
-    }
-    if not observed:
-        raise InitializationError(
-            f"The plate '{run.plate}' of '{run.process.name}' has no observed site. Give the data: "
-            "DPSlice samples posteriors, and numpyro.infer.Predictive the prior."
-        )
-    for name, message in observed.items():
-        log_prob = message["fn"].log_prob(message["value"])
-        missing = jnp.isnan(jnp.asarray(message["value"], float)).any() & jnp.isnan(log_prob).any()
-        if not_jax_tracer(missing) and missing:
+def check_observations(model: Callable, args: tuple, kwargs: dict) -> None:
+    """Raise `InitializationError` when the plate holds no data, or NaN that is not masked."""
+    with jax.ensure_compile_time_eval(), validation_enabled(False):
+        run = run_model(model, args, kwargs)
+        observed = {
+            name: message
+            for name, message in run.messages.items()
+            if message["type"] == "sample"
+            and message["is_observed"]
+            and _in_plate(message, run.plate)
+        }
+        if not observed:
             raise InitializationError(
-                f"Observed site '{name}' has NaN values. Mask what is missing: "
-                f"{type(bare(message['fn'])).__name__}(...).mask(...)."
+                f"The plate '{run.plate}' of '{run.process.name}' has no observed site. Give the "
+                "data: DPSlice samples posteriors, and numpyro.infer.Predictive the prior."
             )
+        for name, message in observed.items():
+            log_prob = message["fn"].log_prob(message["value"])
+            missing = jnp.isnan(message["value"]).any() & jnp.isnan(log_prob).any()
+            if not_jax_tracer(missing) and missing:
+                raise InitializationError(
+                    f"Observed site '{name}' has NaN values. Mask what is missing: "
+                    f"{type(bare(message['fn'])).__name__}(...).mask(...)."
+                )
 
 
 def _check_plates(model: Callable, args: tuple, kwargs: dict, run: Run) -> None:

@@ -179,7 +179,7 @@ def test_data_that_are_not_there_are_told(y, words):
     base, _, _, _ = CASES["normal"]
     model, _ = mixture(base, lambda mu: dist.Normal(mu[:, 0], 1), y)
     with pytest.raises(InitializationError, match=words):
-        mx.look(model, (y,), {})
+        mx.check_observations(model, (y,), {})
 
 
 def independent():
