@@ -78,18 +78,21 @@ def overhead_report(data: Any) -> OverheadReport:
 
     Examples
     --------
-    >>> import jax, numpy as np, numpyro, numpyro.distributions as dist, ppl_ext
-    >>> from numpyro.infer import MCMC
+    Of three sweeps as `ppl_ext.to_arviz` gives them:
+
+    >>> import xarray as xr
+    >>> from ppl_ext import _arviz
     >>> from ppl_ext.diagnostics import overhead_report
-    >>> from ppl_ext.numpyro import DirichletProcess, DPSlice
-    >>> def model(y):
-    ...     G = DirichletProcess("G", 1.0, lambda: numpyro.sample("mu", dist.Normal(0, 10)))
-    ...     with numpyro.plate("data", y.shape[0]):
-    ...         numpyro.sample("y", dist.Normal(G.draw(), 1), obs=y)
-    >>> mcmc = MCMC(DPSlice(model), num_warmup=50, num_samples=100, progress_bar=False)
-    >>> mcmc.run(jax.random.key(0), np.repeat([-10.0, 10.0], 20), extra_fields=("labels",))
-    >>> abs(overhead_report(ppl_ext.to_arviz(mcmc)).z) < 4
-    True
+    >>> sweeps = xr.Dataset({
+    ...     "overhead": (("chain", "draw"), [[0, 3, 1]]),
+    ...     "overhead_predicted": (("chain", "draw"), [[0.0, 2.0, 1.5]]),
+    ...     "num_clusters": (("chain", "draw"), [[5, 5, 6]]),
+    ...     "num_instantiated": (("chain", "draw"), [[5, 8, 7]]),
+    ...     "overflow": (("chain", "draw"), [[False, False, False]]),
+    ... })
+    >>> report = overhead_report(_arviz.from_groups({"posterior": sweeps, "sample_stats": sweeps}))
+    >>> round(report.overhead, 2), round(report.predicted, 2), report.largest
+    (1.33, 1.17, 8)
     """
     group = _arviz.get_group(data, "sample_stats") if _arviz.is_container(data) else None
     if group is None or "overhead" not in group:
@@ -105,7 +108,6 @@ def overhead_report(data: Any) -> OverheadReport:
             "num_clusters",
             "num_instantiated",
             "overflow",
-            "concentration",
         )
     }
     fine = ~values["overflow"].astype(bool)

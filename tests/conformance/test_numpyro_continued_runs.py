@@ -115,6 +115,7 @@ def test_data_of_the_same_shape_are_compiled_once(entry):
     assert len(transitions) == compiled > 0
 
 
+@pytest.mark.adaptor
 def test_a_pickled_run_goes_on_like_the_original(entry):
     mcmc = make(entry.kernel(model_for(entry), **entry.options))
     mcmc.run(jax.random.key(0), Y)

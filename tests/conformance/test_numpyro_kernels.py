@@ -115,7 +115,7 @@ def test_sequential_and_vectorized_draws_agree_for_equal_keys(entry, x64):
     assert not np.allclose(draws[0][0], draws[0][1])
 
 
-@pytest.mark.adaptor
+@pytest.mark.slow
 def test_progress_bar_changes_no_draw(entry, progress_bar_possible, capsys):
     draws = []
     for shown in (True, False):
@@ -163,7 +163,7 @@ def test_the_start_is_the_one_asked_for(entry, start, any_model):
     assert abs(float(state.z["x"]) - expected) < (0.15 if start == "init_to_median" else 1e-5)
 
 
-@pytest.mark.adaptor
+@pytest.mark.slow
 def test_one_compiled_program_serves_new_data_of_the_same_shape(entry):
     mcmc = make(entry, location, num_warmup=200, num_samples=200, jit_model_args=True)
     for shift in (0.0, 10.0, 20.0):
@@ -198,7 +198,7 @@ def test_a_resumed_run_refuses_latent_sites_of_another_shape(entry, any_model):
         mcmc.run(jax.random.key(1), Y[:10])
 
 
-@pytest.mark.adaptor
+@pytest.mark.slow
 def test_pickles_go_on_in_a_new_process(entry, tmp_path):
     if entry.intractable:
         pytest.skip("the model of another process is not adapted")

@@ -136,7 +136,6 @@ def test_overhead_that_is_not_of_the_law_is_seen() -> None:
         "num_clusters": np.full(shape, 5),
         "num_instantiated": 5 + overhead,
         "overflow": np.zeros(shape, bool),
-        "concentration": np.full(shape, 2.0),
     }
 
     def report(overhead: np.ndarray) -> Any:

@@ -57,7 +57,7 @@ def test_energy_error_target_keeps_the_bias_at_its_tolerance(x64):
         (lambda x: x**4 / 4, 0.5),
         pytest.param(lambda x: x**4 / 4 + x**2 / 2, 0.65, marks=pytest.mark.slow),
         pytest.param(lambda x: jnp.exp(x) - x, 0.5, marks=pytest.mark.slow),
-        (lambda x: 2 * jnp.logaddexp(x, -x), 0.75),
+        pytest.param(lambda x: 2 * jnp.logaddexp(x, -x), 0.75, marks=pytest.mark.slow),
     ],
     ids=["quartic", "quartic and square", "log of a gamma", "logistic"],
 )

@@ -88,9 +88,9 @@ def test_a_model_must_be_given_and_callable():
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"integrator": "kbk"},
+        pytest.param({"integrator": "kbk"}, marks=pytest.mark.slow),
         {"integrator": "rmm", "precondition": "dense"},
-        {"integrator": "obabo", "adjust": "malt"},
+        pytest.param({"integrator": "obabo", "adjust": "malt"}, marks=pytest.mark.slow),
         {"precondition": None},
         {"step_size": 0.3, "friction": 1.5, "num_steps": 4},
     ],
