@@ -13,22 +13,24 @@ from ppl_ext.numpyro.target import bare
 
 # it uses all of the adaptor: a potential energy function, gradients among its fields
 FIRST = "ULD"
+ANSWER = "test_every_chain_method_finds_the_exact_answer"
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Which tests are slow.
 
-    Those marked `adaptor` try code that all kernels share: slow with all kernels but one. The
-    programs of minibatch, exchange and mixture kernels take long to compile; their own tests have
-    the fast part.
+    With all kernels but one only the exact answer is fast, and not with every chain method (the
+    mark `adaptor`). The programs of minibatch, exchange and mixture kernels take long to compile;
+    their own tests have the fast part.
     """
     for item in items:
         entry = getattr(item, "callspec", None) and item.callspec.params.get("entry")
         if not entry:
             continue
-        shared = item.get_closest_marker("adaptor") is not None and entry.name != FIRST
-        if shared or entry.minibatch or entry.intractable or entry.own_models:
+        shared = item.get_closest_marker("adaptor") is not None or item.originalname != ANSWER
+        long = entry.minibatch or entry.intractable or entry.own_models
+        if (shared and entry.name != FIRST) or long:
             item.add_marker(pytest.mark.slow)
 
 
