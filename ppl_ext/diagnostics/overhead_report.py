@@ -74,7 +74,7 @@ def overhead_report(data: Any) -> OverheadReport:
     Warns
     -----
     UserWarning
-        When the run has overflowed, or |z| is above 4.
+        When the run has overflowed, or z is beyond 4 or -4.
 
     Examples
     --------
