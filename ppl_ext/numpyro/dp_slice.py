@@ -204,9 +204,13 @@ class DPSlice(Kernel):
         self._num_warmup = num_warmup
         mx.check_observations(self._model, model_args, kwargs)
         self._facts = mx.look(self._model, model_args, kwargs, self._atoms)
-        self._settings = self._chosen(self._facts, model_args, kwargs)
-        if self._facts.discount and self._method != "kgw_independent":
-            self._warn_of_discount(model_args, kwargs)
+        warns = self._facts.discount and self._method != "kgw_independent"
+        largest = None
+        if warns or self._capacity == "auto":
+            largest = self._largest(self._facts, model_args, kwargs)
+        self._settings = self._chosen(self._facts, largest)
+        if warns and largest is not None:
+            self._warn_of_discount(self._facts, largest[1])
         if self._facts.global_sites:
             self._nuts = NUTS(self._facts.given, init_strategy=self._init_strategy)
         start = lambda key: self._start_chain(key, model_args, kwargs)  # noqa: E731
@@ -216,13 +220,10 @@ class DPSlice(Kernel):
         self._sample_fn = self._sample
         return state
 
-    def _warn_of_discount(self, args: tuple, kwargs: dict) -> None:
-        assert self._facts is not None
-        _, discount = mx.process_draws(self._facts.model, args, kwargs, 100)
-        largest = float(np.asarray(discount).max())
+    def _warn_of_discount(self, facts: mx.Facts, largest: float) -> None:
         if largest > _LARGE_DISCOUNT:
             warnings.warn(
-                f"The discount of '{self._facts.process}' can be {largest:.2f}, for which a sweep "
+                f"The discount of '{facts.process}' can be {largest:.2f}, for which a sweep "
                 f'of DPSlice\'s method "{self._method}" may need thousands of slots and overflow. '
                 'Take method="kgw_independent", whose number of slots does not depend on it.',
                 stacklevel=5,
@@ -288,9 +289,6 @@ class DPSlice(Kernel):
             nuts = self._nuts.init(key_nuts, self._num_warmup, None, args, {**kwargs, **given})
             values = self._nuts.get_constrain_fn(args, {**kwargs, **given})(nuts.z)
         return self._state(sweep, nuts, values, args, kwargs, key, rng_key)
-
-    def _init(self, rng_key: Array, z: PyTree, target: Any) -> State:
-        raise NotImplementedError("DPSlice has a start of its own.")
 
     def _step(self, state: State, target: Any) -> State:
         args, kwargs = target
@@ -379,7 +377,16 @@ class DPSlice(Kernel):
 
     # --- settings --------------------------------------------------------------------------------
 
-    def _chosen(self, facts: mx.Facts, args: tuple, kwargs: dict) -> dp.Settings:
+    def _largest(self, facts: mx.Facts, args: tuple, kwargs: dict) -> tuple[float, float] | None:
+        """Largest concentration and discount in draws of the prior; `None` inside a trace."""
+        number = 500 if facts.concentration or facts.global_sites else 1
+        drawn = mx.process_draws(facts.model, args, kwargs, number)
+        if not not_jax_tracer(drawn[0]):
+            return None
+        alpha, d = (float(np.asarray(values).max()) for values in drawn)
+        return alpha, d
+
+    def _chosen(self, facts: mx.Facts, largest: tuple[float, float] | None) -> dp.Settings:
         n = facts.num_points
         closed = facts.links is not None
         split_merge, every = self._split_merge, 1
@@ -392,21 +399,15 @@ class DPSlice(Kernel):
         chunk = _CHUNK if self._chunk == "auto" else self._chunk
         capacity = self._capacity
         if capacity == "auto":
-            capacity = self._capacity_by_law(facts, args, kwargs)
+            capacity = self._capacity_by_law(facts, *largest) if largest else _MAX_CAPACITY
         return dp.Settings(self._method, int(capacity), int(chunk), int(split_merge), every)
 
-    def _capacity_by_law(self, facts: mx.Facts, args: tuple, kwargs: dict) -> int:
+    def _capacity_by_law(self, facts: mx.Facts, alpha: float, d: float) -> int:
         """Clusters of the prior and the overhead's law, each with six standard deviations.
 
-        log(leftover / min u) is about log n at most. Concentration and discount are the largest of
-        the prior's draws.
+        log(leftover / min u) is about log n at most.
         """
         n = facts.num_points
-        number = 500 if facts.concentration or facts.global_sites else 1
-        drawn = mx.process_draws(facts.model, args, kwargs, number)
-        if not not_jax_tracer(drawn[0]):
-            return _MAX_CAPACITY
-        alpha, d = (float(np.asarray(values).max()) for values in drawn)
         clusters = alpha * math.log1p(n / max(alpha, 1e-6))
         overhead = 1 + alpha * math.log(n + 1)
         if facts.discount:

@@ -216,9 +216,9 @@ def test_a_sweep_of_the_partition_keeps_the_posterior(split_merge, alphas):
 @pytest.mark.slow
 @pytest.mark.parametrize("broken", [False, True])
 def test_a_sweep_without_closed_form_keeps_the_posterior(broken, monkeypatch):
-    """As above, labels and atoms; |z| < 4.5. A Laplace approximation 10 % too tight is seen."""
+    """As above, labels and atoms; |z| < 4.5. Proposals 5 % too near to their mode are seen."""
     if broken:
-        # proposals are drawn with other degrees of freedom than their density has
+        # the Gamma draw under the root of Student's t is 10 % larger than their density says
         right = dp.log_gamma
         monkeypatch.setattr(dp, "log_gamma", lambda key, a: right(key, a) + 0.1 * (a.ndim == 0))
     settings = dp.Settings("posterior", 64, 16, 3)
