@@ -296,7 +296,7 @@ def with_reference(
         mcmc.run(jax.random.key(99), *args, **kwargs)
         bound = registry.target(program, *args, **kwargs).bind(*args, **kwargs)
         x = np.asarray(jax.jit(jax.vmap(bound.unconstrain))(mcmc.get_samples()))
-    # the samplers run in float32
+    # the samplers run in 32 bits
     args, kwargs = jax.tree.map(_narrow, (args, kwargs))
     target = registry.target(program, *args, **kwargs).bind(*args, **kwargs)
     return Problem(target, (x**2).mean(0), (x**2).var(0))
@@ -304,7 +304,8 @@ def with_reference(
 
 def _narrow(data: Any) -> np.ndarray:
     data = np.asarray(data)
-    return data.astype(np.float32) if data.dtype.kind == "f" else data
+    dtype = {"f": np.float32, "i": np.int32}.get(data.dtype.kind, data.dtype)
+    return data.astype(dtype)
 
 
 # one draw: state -> state, position, gradients
