@@ -21,7 +21,7 @@ from ppl_ext.errors import InitializationError
 from ppl_ext.kernels import dp_slice as dp
 from ppl_ext.numpyro import mixture as mx
 from ppl_ext.numpyro.kernel import Kernel
-from ppl_ext.target import Array, PyTree, Target
+from ppl_ext.target import Array, PyTree
 
 # number of points below which split-merge moves cost little
 _SMALL = 20_000
@@ -504,9 +504,6 @@ class DPSlice(Kernel):
         text = f"{state.num_clusters} clusters, {state.num_instantiated} of "
         text += f"{self.settings.capacity} slots"
         return text + ", OVERFLOW" if bool(state.overflow) else text
-
-    def _check_target(self, target: Target) -> None:
-        raise NotImplementedError("DPSlice looks at the model by itself.")
 
     def _reset(self) -> None:
         super()._reset()

@@ -74,9 +74,9 @@ class Kernel(MCMCKernel):
     def _refresh(self, state: Any, target: Any) -> Any:
         """The same point of one chain with everything cached about the data computed again."""
 
-    @abstractmethod
     def _check_target(self, target: Target) -> None:
         """Raise `UnsupportedModelError` for a model that the kernel cannot take."""
+        target.check_continuous(type(self).__name__)
 
     # --- what MCMC calls ---------------------------------------------------------------------
 

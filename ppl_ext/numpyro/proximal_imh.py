@@ -194,9 +194,6 @@ class ProximalIMH(Kernel):
         """The arguments that the algorithm reads; the chosen correction after `init`."""
         return self._settings
 
-    def _check_target(self, target: Target) -> None:
-        target.check_continuous("ProximalIMH")
-
     def _bind(self, target: Target, model_args: tuple, model_kwargs: dict[str, Any]) -> _Bound:
         cheap = {**model_kwargs, **self._approx}
         problem = imh.Problem(

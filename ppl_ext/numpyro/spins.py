@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any, ClassVar, Literal
@@ -184,24 +185,25 @@ class _Spins(Intractable):
     # --- of the two models ----------------------------------------------------------------------
 
     @property
+    @abstractmethod
     def _q(self) -> int:
-        raise NotImplementedError
+        """Number of states of a node."""
 
+    @abstractmethod
     def _pair(self) -> np.ndarray:
         """(q, q) term of two neighbours, which the coupling multiplies."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _site_field(self) -> Array:
         """(n, q) term of each site in each state."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _values(self, states: Array) -> Array:
         """States 0 ... q - 1 as the model has them."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _from_the_past(self, key: Array) -> cftp.Coalesced:
         """Exact draw of states, (n,)."""
-        raise NotImplementedError
 
     # --- normalising constant -------------------------------------------------------------------
 

@@ -140,7 +140,7 @@ class ULD(Kernel):
         return self._settings
 
     def _check_target(self, target: Target) -> None:
-        target.check_continuous("ULD")
+        super()._check_target(target)
         uld.check_sites(self._settings, target)
 
     def _init(self, rng_key: Array, z: PyTree, target: Target) -> uld.State:
