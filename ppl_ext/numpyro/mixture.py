@@ -1,7 +1,7 @@
 """NumPyro model with a Dirichlet process -> `Mixture`: what `DPSlice` knows of a model.
 
 The model is run with `draw` answered by given atoms, which shows the sites of the data plate at
-those atoms. At three random sets of atoms and other sites the parameters of the distributions are
+those atoms. At three random atoms, the other sites held, the parameters of the distributions are
 compared: those that equal an atom's site, or a multiple of it, make a conjugate pair.
 """
 
@@ -30,9 +30,6 @@ from ppl_ext.kernels.dp_slice import Gradient, Mixture, log_partition, log_stick
 from ppl_ext.numpyro.dirichlet_process import DirichletProcess, WithoutPlate, answering
 from ppl_ext.numpyro.target import bare
 from ppl_ext.target import Array, PyTree
-
-# sets of atoms at which parameters are compared
-_PROBES = 3
 
 # draws of the base for the scales of its sites
 _SCALE_DRAWS = 200
@@ -332,8 +329,10 @@ def look(model: Callable, args: tuple, kwargs: dict, atoms: str = "auto") -> Fac
     """
     # MCMC starts several chains inside a trace, where the numbers would not be there to compare
     with jax.ensure_compile_time_eval(), validation_enabled(False):
-        runs = [run_model(model, args, kwargs, {}, None, random.key(i)) for i in range(_PROBES)]
-        first = runs[0]
+        first = run_model(model, args, kwargs, {}, None, random.key(0))
+        held = {n: m["value"] for n, m in first.messages.items() if m["type"] == "sample"}
+        runs = [first]
+        runs += [run_model(model, args, kwargs, held, None, random.key(i)) for i in (1, 2)]
         latent = {
             name: m
             for name, m in first.messages.items()
@@ -406,7 +405,7 @@ def check_observations(model: Callable, args: tuple, kwargs: dict) -> None:
 def _check_plates(model: Callable, args: tuple, kwargs: dict, run: Run) -> None:
     """The atoms must show in the data plate only, where points are independent."""
     shown = {n: m["value"] for n, m in run.messages.items() if m["type"] == "sample"}
-    other = run_model(model, args, kwargs, shown, None, random.key(_PROBES))
+    other = run_model(model, args, kwargs, shown, None, random.key(3))
     for name, message in run.messages.items():
         if message["type"] != "sample" or _in_plate(message, run.plate):
             continue

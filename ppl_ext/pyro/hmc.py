@@ -12,7 +12,7 @@ import torch
 from numpyro.infer.hmc import HMCState, hmc
 from pyro.infer.autoguide.initialization import init_to_uniform
 
-from ppl_ext.pyro.kernel import Kernel, Tensors
+from ppl_ext.pyro.kernel import DensityKernel, Tensors
 from ppl_ext.pyro.potential import Engine
 from ppl_ext.pyro.runner import Transition
 from ppl_ext.target import Array, PyTree, Target
@@ -52,7 +52,7 @@ class _Algorithm:
                 rng_key=key,
             )
 
-        def fields(state: HMCState) -> dict[str, Array]:
+        def fields(state: HMCState, data: Any) -> dict[str, Array]:
             return {
                 "accept_prob": state.accept_prob,
                 "diverging": state.diverging,
@@ -66,7 +66,7 @@ class _Algorithm:
         return Transition(init, lambda state, data: sample_kernel(state, (data,)), fields)
 
 
-class HMC(Kernel):
+class HMC(DensityKernel):
     """Hamiltonian Monte Carlo: NumPyro's algorithm on a Pyro model, with Pyro's arguments.
 
     Parameters
@@ -164,7 +164,7 @@ class HMC(Kernel):
         return self._algorithm
 
 
-class NUTS(Kernel):
+class NUTS(DensityKernel):
     """The No-U-Turn sampler: NumPyro's algorithm on a Pyro model, with Pyro's arguments.
 
     Parameters

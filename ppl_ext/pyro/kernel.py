@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -23,7 +23,7 @@ from ppl_ext.pyro.potential import (
     build_potential,
     precision_and_device,
 )
-from ppl_ext.pyro.runner import Algorithm, Chain, Functions, Runner, runner
+from ppl_ext.pyro.runner import Algorithm, Chain, Functions, new_runner, runner
 from ppl_ext.pyro.target import Posterior
 from ppl_ext.target import PyTree, Target, potential_target
 
@@ -53,10 +53,33 @@ class Energy:
         )
 
 
-class Prepared:
-    """A model or potential function with data, ready to run chains of a kernel."""
+class Prepared(Protocol):
+    """A model with data, ready to run chains of a kernel."""
 
-    def __init__(self, kernel: Kernel, args: tuple, kwargs: dict[str, Any]) -> None:
+    @property
+    def transforms(self) -> dict[str, Any]:
+        """Maps to the real line of the sites whose draws are unconstrained."""
+
+    def starts(self, given: Tensors | None, num_chains: int) -> Tensors:
+        """Values at which chains start, with a leading axis of chains: checked, or found."""
+
+    def chain(
+        self,
+        starts: Tensors,
+        num_warmup: int,
+        num_chains: int | None,
+        extra_fields: tuple[str, ...] = (),
+    ) -> Chain:
+        """One chain at `starts`; with a number, several, of which `starts` has a leading axis."""
+
+    def draw(self, chain: Chain, **options: Any) -> tuple[Tensors, dict[str, Any]]:
+        """A block of draws as tensors, and the statistics of each."""
+
+
+class PreparedDensity:
+    """A model or potential function with data: chains need its density alone."""
+
+    def __init__(self, kernel: DensityKernel, args: tuple, kwargs: dict[str, Any]) -> None:
         self.kernel = kernel
         self.posterior: Posterior | None = None
         if kernel.model is not None:
@@ -91,11 +114,11 @@ class Prepared:
         self,
         starts: Tensors,
         num_warmup: int,
-        batched: bool,
+        num_chains: int | None,
         extra_fields: tuple[str, ...] = (),
     ) -> Chain:
-        """One chain at `starts`, or several with a leading axis when `batched`."""
-        kernel = self.kernel
+        """One chain at `starts`; with a number, several, of which `starts` has a leading axis."""
+        kernel, batched = self.kernel, num_chains is not None
         one = {name: value[0] for name, value in starts.items()} if batched else starts
         if not one:
             raise ValueError("The model has no continuous latent site to sample.")
@@ -109,7 +132,7 @@ class Prepared:
                 name: jax.numpy.array(x.cpu().numpy(), dtype if x.is_floating_point() else None)
                 for name, x in starts.items()
             }
-            make = runner if functions.reusable else Runner
+            make = runner if functions.reusable else new_runner
             compiled = make(
                 kernel.algorithm,
                 functions,
@@ -118,12 +141,9 @@ class Prepared:
                 batched,
                 extra_fields,
             )
-            key = jax.random.key(int(torch.randint(2**31, ())))
-            count = next(iter(starts.values())).shape[0] if batched else 1
-            keys = jax.random.split(key, count)
-            chain = Chain(compiled, keys if batched else keys[0], z, data)
-            _check_start(chain)
-        return chain
+            state = compiled.init(random_keys(num_chains), z, data)
+            _check_start(state)
+            return Chain(compiled, state, data)
 
     def draw(self, chain: Chain, **options: Any) -> tuple[Tensors, dict[str, Any]]:
         """A block of draws as tensors, and the statistics of each."""
@@ -134,39 +154,19 @@ class Prepared:
 
 
 class Kernel(MCMCKernel):
-    """Adaptor between an algorithm on a `Target` and Pyro's drivers.
+    """What `pyro.infer.MCMC` and `ppl_ext.pyro.MCMC` ask of a kernel.
 
-    A subclass provides `algorithm` and `check_target`. One object serves several chains, one
-    after the other, and is pickled to the workers of parallel ones.
+    A subclass provides `prepare` and `check_target`. One object serves several chains, one after
+    the other, and is pickled to the workers of parallel ones.
     """
 
     def __init__(
-        self,
-        model: Callable[..., Any] | None = None,
-        potential_fn: Callable[[Tensors], torch.Tensor] | None = None,
-        *,
-        transforms: Mapping[str, Any] | None = None,
-        init_strategy: Callable[..., Any] = init_to_uniform,
-        engine: Engine = "auto",
+        self, model: Callable[..., Any] | None, init_strategy: Callable[..., Any] | None
     ) -> None:
-        if (model is None) == (potential_fn is None):
-            raise ValueError("Give exactly one of `model` and `potential_fn`.")
-        for name, value in (("model", model), ("potential_fn", potential_fn)):
-            if value is not None and not callable(value):
-                raise TypeError(f"`{name}` must be callable, got {type(value).__name__}.")
-        if engine not in ENGINES:
-            raise ValueError(
-                f"{type(self).__name__}: `engine` must be one of "
-                f"{', '.join(map(repr, ENGINES))}, got {engine!r}."
-            )
         # MCMC reads `model` and `transforms`; the latter are there after `setup`
         self.model = model
-        self.potential_fn = potential_fn
-        self.given_transforms = dict(transforms) if transforms is not None else None
-        self.transforms: dict[str, Any] | None = self.given_transforms
         self.init_strategy = init_strategy
-        self.engine = engine
-        self.checked: set[str] = set()
+        self.transforms: dict[str, Any] | None = None
         self._initial_params: Tensors | None = None
         self._prepared: Prepared | None = None
         self._chain: Chain | None = None
@@ -177,36 +177,13 @@ class Kernel(MCMCKernel):
 
     # --- the algorithm -----------------------------------------------------------------------
 
-    @property
     @abstractmethod
-    def algorithm(self) -> Algorithm:
-        """The algorithm with its settings."""
+    def prepare(self, args: tuple, kwargs: dict[str, Any]) -> Prepared:
+        """The kernel on its model with these data."""
 
     def check_target(self, target: Target) -> None:
         """Raise `UnsupportedModelError` for a model that the kernel cannot take."""
         target.check_continuous(type(self).__name__)
-
-    def gaussian_prior(self, posterior: Posterior | None, start: Tensors) -> Any:
-        """Means and precisions by site of a prior that the algorithm treats apart, or `None`."""
-        return None
-
-    def functions(
-        self, posterior: Posterior | None, start: Tensors
-    ) -> tuple[Functions, bool, PyTree]:
-        """What the chains evaluate, whether in double precision, and its data."""
-        potential_fn = self.potential_fn if posterior is None else posterior.potential_fn
-        assert potential_fn is not None
-        potential, constants = build_potential(potential_fn, start, self.engine, self.checked)
-        with precision_and_device(potential.double, start):
-            dtype = jax.numpy.result_type(float)
-            prior = jax.tree.map(
-                lambda x: jax.numpy.asarray(x, dtype), self.gaussian_prior(posterior, start)
-            )
-        return Energy(potential), potential.double, (constants, prior)
-
-    def searched(self, posterior: Posterior) -> Posterior:
-        """The posterior in which a start is searched."""
-        return posterior
 
     def progress(self, fields: dict[str, np.ndarray]) -> dict[str, str]:
         """What a progress bar shows of the statistics of one draw, or their means over chains."""
@@ -237,7 +214,7 @@ class Kernel(MCMCKernel):
         """
         self._reset()
         self._warmup_steps = warmup_steps
-        self._prepared = Prepared(self, args, kwargs)
+        self._prepared = self.prepare(args, kwargs)
         self.transforms = self._prepared.transforms
         given = self._initial_params
         batch = None if given is None else {n: torch.as_tensor(x)[None] for n, x in given.items()}
@@ -258,9 +235,7 @@ class Kernel(MCMCKernel):
     def _next_block(self) -> None:
         assert self._prepared is not None and self._initial_params is not None
         if self._chain is None:
-            self._chain = self._prepared.chain(
-                self._initial_params, self._warmup_steps, batched=False
-            )
+            self._chain = self._prepared.chain(self._initial_params, self._warmup_steps, None)
         left = self._warmup_steps - self._t
         self._keep_statistics()
         self._draws, self._fields = self._prepared.draw(
@@ -304,6 +279,71 @@ class Kernel(MCMCKernel):
         return {**state, "_draws": {}, "_fields": {}, "_position": 0, "_size": 0}
 
 
+class DensityKernel(Kernel):
+    """Adaptor between an algorithm on a `Target` and Pyro's drivers.
+
+    A subclass provides `algorithm`.
+    """
+
+    init_strategy: Callable[..., Any]
+
+    def __init__(
+        self,
+        model: Callable[..., Any] | None = None,
+        potential_fn: Callable[[Tensors], torch.Tensor] | None = None,
+        *,
+        transforms: Mapping[str, Any] | None = None,
+        init_strategy: Callable[..., Any] = init_to_uniform,
+        engine: Engine = "auto",
+    ) -> None:
+        if (model is None) == (potential_fn is None):
+            raise ValueError("Give exactly one of `model` and `potential_fn`.")
+        for name, value in (("model", model), ("potential_fn", potential_fn)):
+            if value is not None and not callable(value):
+                raise TypeError(f"`{name}` must be callable, got {type(value).__name__}.")
+        if engine not in ENGINES:
+            raise ValueError(
+                f"{type(self).__name__}: `engine` must be one of "
+                f"{', '.join(map(repr, ENGINES))}, got {engine!r}."
+            )
+        super().__init__(model, init_strategy)
+        self.potential_fn = potential_fn
+        self.given_transforms = dict(transforms) if transforms is not None else None
+        self.transforms = self.given_transforms
+        self.engine = engine
+        self.checked: set[str] = set()
+
+    @property
+    @abstractmethod
+    def algorithm(self) -> Algorithm:
+        """The algorithm with its settings."""
+
+    def prepare(self, args: tuple, kwargs: dict[str, Any]) -> PreparedDensity:
+        return PreparedDensity(self, args, kwargs)
+
+    def gaussian_prior(self, posterior: Posterior | None, start: Tensors) -> Any:
+        """Means and precisions by site of a prior that the algorithm treats apart, or `None`."""
+        return None
+
+    def functions(
+        self, posterior: Posterior | None, start: Tensors
+    ) -> tuple[Functions, bool, PyTree]:
+        """What the chains evaluate, whether in double precision, and its data."""
+        potential_fn = self.potential_fn if posterior is None else posterior.potential_fn
+        assert potential_fn is not None
+        potential, constants = build_potential(potential_fn, start, self.engine, self.checked)
+        with precision_and_device(potential.double, start):
+            dtype = jax.numpy.result_type(float)
+            prior = jax.tree.map(
+                lambda x: jax.numpy.asarray(x, dtype), self.gaussian_prior(posterior, start)
+            )
+        return Energy(potential), potential.double, (constants, prior)
+
+    def searched(self, posterior: Posterior) -> Posterior:
+        """The posterior in which a start is searched."""
+        return posterior
+
+
 def summarise(statistics: dict[str, np.ndarray], facts: dict[str, Any]) -> dict[str, Any]:
     """The dict that a kernel's `diagnostics` returns, of the statistics of one chain."""
     diverging = statistics.get("diverging", np.zeros(0, bool))
@@ -322,9 +362,15 @@ def _concatenate(blocks: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     return jax.tree.map(lambda *parts: np.concatenate(parts), *blocks)
 
 
-def _check_start(chain: Chain) -> None:
-    energy = np.asarray(chain.state.potential_energy)
-    grad = getattr(chain.state, "z_grad", {})
+def random_keys(num_chains: int | None) -> jax.Array:
+    """One key, or several, from PyTorch's random state."""
+    keys = jax.random.split(jax.random.key(int(torch.randint(2**31, ()))), num_chains or 1)
+    return keys[0] if num_chains is None else keys
+
+
+def _check_start(state: Any) -> None:
+    energy = np.asarray(state.potential_energy)
+    grad = getattr(state, "z_grad", {})
     grads = jax.tree.map(lambda g: bool(np.isfinite(np.asarray(g)).all()), grad)
     bad = [name for name, ok in grads.items() if not ok]
     if not np.isfinite(energy).all() or bad:

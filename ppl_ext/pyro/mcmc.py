@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -27,7 +28,7 @@ class MCMC(pyro.infer.MCMC):
 
     Parameters
     ----------
-    kernel : ppl_ext.pyro.NUTS, HMC or ULD
+    kernel : a kernel of ppl_ext.pyro
     num_samples : int
         Transitions per chain after warm-up; `num_samples // thinning` are kept.
     warmup_steps : int, optional
@@ -89,7 +90,7 @@ class MCMC(pyro.infer.MCMC):
     ) -> None:
         if not isinstance(kernel, Kernel):
             raise TypeError(
-                f"`kernel` must be one of ppl_ext.pyro (NUTS, HMC, ULD, ProximalIMH), got "
+                f"`kernel` must be one of ppl_ext.pyro, such as ULD or NUTS, got "
                 f"{type(kernel).__module__}.{type(kernel).__name__}; for others use "
                 "pyro.infer.MCMC."
             )
@@ -119,17 +120,32 @@ class MCMC(pyro.infer.MCMC):
         self.chain_method, self.thinning = chain_method, thinning
         self._extra_names = tuple(extra_fields)
         self._fields: dict[str, Any] = {}
+        # PyTorch's, before the last run
+        self.random_state: torch.Tensor | None = None
+
+    def again(self, kernel: Kernel) -> MCMC:
+        """The last run, random numbers included, with another kernel."""
+        assert self.random_state is not None
+        other = copy.copy(self)
+        other.kernel = kernel
+        # the draws of this kernel say how they are to be read
+        other.transforms = None
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(self.random_state)
+            other.run(*self._args, **self._kwargs)
+        return other
 
     @poutine.block
     def run(self, *args: Any, **kwargs: Any) -> None:
         """Draw all chains; the arguments are the model's."""
         self._args, self._kwargs = args, kwargs
+        self.random_state = torch.get_rng_state()
         args = tuple(a.detach() if torch.is_tensor(a) else a for a in args)
         validate = not self.disable_validation
         if self.disable_validation is None:
             validate = pyro.distributions.torch_distribution.Distribution._validate_args
         with pyro.validation_enabled(validate):
-            prepared = Prepared(self.kernel, args, kwargs)
+            prepared = self.kernel.prepare(args, kwargs)
             starts = prepared.starts(self._initial_params, self.num_chains)
             if self.chain_method == "vectorized" and self.num_chains > 1:
                 draws, fields, states = self._run(prepared, starts, batched=True)
@@ -139,7 +155,7 @@ class MCMC(pyro.infer.MCMC):
                     self._run(prepared, {name: x[i] for name, x in starts.items()}, batched=False)
                     for i in range(self.num_chains)
                 ]
-                draws = {name: torch.stack([run[0][name] for run in runs]) for name in starts}
+                draws = {name: torch.stack([run[0][name] for run in runs]) for name in runs[0][0]}
                 fields = jax.tree.map(lambda *parts: np.stack(parts), *[run[1] for run in runs])
                 last = [run[2] for run in runs]
         kept = getattr(self.kernel, "save_params", sorted(draws))
@@ -159,7 +175,8 @@ class MCMC(pyro.infer.MCMC):
         self, prepared: Prepared, starts: Tensors, batched: bool
     ) -> tuple[Tensors, dict[str, Any], Any]:
         """Draws, statistics and last state of one chain, or with a leading axis of several."""
-        chain = prepared.chain(starts, self.warmup_steps, batched, self._extra_names)
+        number = self.num_chains if batched else None
+        chain = prepared.chain(starts, self.warmup_steps, number, self._extra_names)
         bar = ProgressBar(self.warmup_steps, self.num_samples, disable=self._disable_progbar)
         try:
             self._advance(prepared, chain, "Warmup", bar, batched)

@@ -140,6 +140,35 @@ class Program:
         }
 
 
+    def part(self, names: Sequence[str]) -> tuple[Program, tuple[int, ...]]:
+        """The program of some outputs alone, and which of the constants it uses."""
+        outputs = {name: self.outputs[name] for name in names}
+        operations, outputs, used = _live(len(self.inputs), self.operations, outputs)
+        constants = tuple(self.constants[i] for i in used)
+        key = f"{self.key} {sorted(names)}"
+        return Program(self.inputs, constants, operations, outputs, key), tuple(used)
+
+    def depend_on(self, name: str) -> set[str]:
+        """The outputs that depend on an input."""
+        moving = {list(self.inputs).index(name)}
+        count = len(self.inputs)
+        for operation in self.operations:
+            width = 1 if isinstance(operation.results, Result) else len(operation.results)
+            used = {
+                ref.index
+                for ref in _refs((operation.args, operation.kwargs))
+                if isinstance(ref, Value)
+            }
+            if used & moving:
+                moving.update(range(count, count + width))
+            count += width
+        return {
+            output
+            for output, ref in self.outputs.items()
+            if isinstance(ref, Value) and ref.index in moving
+        }
+
+
 class Recording(NamedTuple):
     """A program with the tensors of its constants, and the outcome of each guard met.
 

@@ -19,7 +19,7 @@ from pyro.poutine.subsample_messenger import _Subsample
 from ppl_ext.errors import UnsupportedModelError
 from ppl_ext.kernels import proximal_imh as imh
 from ppl_ext.pyro import hmc
-from ppl_ext.pyro.kernel import Kernel, Tensors
+from ppl_ext.pyro.kernel import DensityKernel, Tensors
 from ppl_ext.pyro.potential import (
     CallbackFunction,
     CallbackPotential,
@@ -124,7 +124,7 @@ class _Algorithm:
             fit = imh.find_fit(problem.exact.ravel(data["start"]), problem, settings)
             return imh.init(key, z, problem, settings, fit)
 
-        def fields(state: imh.State) -> dict[str, Any]:
+        def fields(state: imh.State, data: Any) -> dict[str, Any]:
             return {
                 "accept_prob": state.accept_prob,
                 "candidate": state.candidate,
@@ -136,7 +136,7 @@ class _Algorithm:
         return Transition(init, lambda state, data: imh.step(state, *bind(data)), fields)
 
 
-class ProximalIMH(Kernel):
+class ProximalIMH(DensityKernel):
     """Independence sampler from a cheap operator, corrected to the exact one: exact draws.
 
     `ppl_ext.numpyro.ProximalIMH` for Pyro: the same algorithm, the same options.
@@ -224,14 +224,14 @@ class ProximalIMH(Kernel):
         whole = partial(model, **imh.checked_operators("exact", exact)) if exact else model
         super().__init__(whole, init_strategy=init_strategy, engine=engine)
         for name, kernel in (("proposal", proposal), ("local_kernel", local_kernel)):
-            if isinstance(kernel, Kernel) or (name == "local_kernel" and kernel is not None):
+            if isinstance(kernel, DensityKernel) or (name == "local_kernel" and kernel is not None):
                 _check_reversible(name, kernel, model)
         self._local_kernel = local_kernel
         self._proposal = _checked_proposal(proposal)
         self._correction = correction
         self.settings = imh.checked_settings(
             proposal=self._proposal,
-            proposal_is_kernel=isinstance(proposal, Kernel),
+            proposal_is_kernel=isinstance(proposal, DensityKernel),
             correction=correction,
             beta=beta,
             metric=metric,
@@ -247,7 +247,7 @@ class ProximalIMH(Kernel):
     def algorithm(self) -> _Algorithm:
         proposal = self._proposal
         return _Algorithm(
-            proposal.algorithm if isinstance(proposal, Kernel) else None,
+            proposal.algorithm if isinstance(proposal, DensityKernel) else None,
             None if self._local_kernel is None else self._local_kernel.algorithm,
         )
 
@@ -341,7 +341,7 @@ class ProximalIMH(Kernel):
             return _host_base(proposal.sample, proposal.log_prob, start, self.engine)
         if isinstance(proposal, AutoContinuous):
             return _host_base(*_auto_guide(proposal, cheap), start, self.engine)
-        if not isinstance(proposal, str | Kernel):
+        if not isinstance(proposal, str | DensityKernel):
             return _host_base(*_guide(proposal, target, cheap), start, self.engine)
         # for a kernel `_Algorithm` puts its chain in place of this
         return imh.LAPLACE
@@ -401,7 +401,7 @@ def _check_reversible(name: str, kernel: Any, model: Callable[..., Any]) -> None
 
 
 def _checked_proposal(proposal: Any) -> Any:
-    known = isinstance(proposal, torch.distributions.Distribution | Kernel)
+    known = isinstance(proposal, torch.distributions.Distribution | DensityKernel)
     if known or (isinstance(proposal, str) and proposal == "laplace"):
         return proposal
     if isinstance(proposal, tuple) and len(proposal) == 2 and not callable(proposal[0]):

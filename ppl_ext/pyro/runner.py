@@ -31,7 +31,7 @@ class Transition(NamedTuple):
 
     init: Callable[[Array, PyTree, PyTree], Any]  # key, z, data -> state
     step: Callable[[Any, PyTree], Any]  # state, data -> state
-    fields: Callable[[Any], dict[str, Array]]  # state -> statistics of the draw
+    fields: Callable[[Any, PyTree], dict[str, Any]]  # state, data -> statistics of the draw, or z
 
 
 class Algorithm(Protocol):
@@ -60,20 +60,13 @@ class Runner:
     """Compiled start and block of transitions for one chain, or for several at once."""
 
     def __init__(
-        self,
-        algorithm: Algorithm,
-        functions: Functions,
-        structure: tuple[tuple[str, tuple[int, ...]], ...],
-        num_warmup: int,
-        batched: bool,
-        extra_fields: tuple[str, ...],
+        self, transition: Transition, batched: bool, extra_fields: tuple[str, ...]
     ) -> None:
-        target = functions.target(dict(structure))
-        init, step, fields = algorithm.transition(target, num_warmup)
+        init, step, fields = transition
 
-        def collect(state: Any) -> dict[str, Any]:
+        def collect(state: Any, data: PyTree) -> dict[str, Any]:
             extra = {name: _attribute(state, name) for name in extra_fields}
-            return {"z": state.z, **fields(state), **extra}
+            return {"z": state.z, **fields(state, data), **extra}
 
         if batched:
             init = jax.vmap(init, (0, 0, None))
@@ -83,7 +76,7 @@ class Runner:
         def block(
             state: Any, data: PyTree, count: Array, thinning: Array | None, capacity: int
         ) -> tuple[Any, Any]:
-            shapes = jax.eval_shape(collect, state)
+            shapes = jax.eval_shape(collect, state, data)
             buffers = jax.tree.map(lambda s: jnp.zeros((capacity, *s.shape), s.dtype), shapes)
 
             def body(i: Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -92,18 +85,18 @@ class Runner:
                     state = step(state, data)
                 else:
                     state = jax.lax.fori_loop(0, thinning, lambda _, s: step(s, data), state)
-                kept = jax.tree.map(lambda b, x: b.at[i].set(x), buffers, collect(state))
+                kept = jax.tree.map(lambda b, x: b.at[i].set(x), buffers, collect(state, data))
                 return state, kept
 
             return jax.lax.fori_loop(0, count, body, (state, buffers))
 
         self.init = jax.jit(init)
         self._block = block
-        self._collect = collect
+        self.collect = collect
 
-    def capacity(self, state: Any) -> int:
+    def capacity(self, state: Any, data: PyTree) -> int:
         """Draws that the buffers of a block hold."""
-        shapes = jax.eval_shape(self._collect, state)
+        shapes = jax.eval_shape(self.collect, state, data)
         size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
         return int(np.clip(BUFFER_BYTES // max(size, 1), 1, MAX_BLOCK))
 
@@ -121,16 +114,28 @@ class Runner:
         return state, jax.tree.map(lambda b: np.asarray(b)[:count], buffers)
 
 
-runner = lru_cache(maxsize=32)(Runner)
+def new_runner(
+    algorithm: Algorithm,
+    functions: Functions,
+    structure: tuple[tuple[str, tuple[int, ...]], ...],
+    num_warmup: int,
+    batched: bool,
+    extra_fields: tuple[str, ...],
+) -> Runner:
+    """The runner of an algorithm on what the functions compute."""
+    transition = algorithm.transition(functions.target(dict(structure)), num_warmup)
+    return Runner(transition, batched, extra_fields)
+
+
+runner = lru_cache(maxsize=32)(new_runner)
 
 
 class Chain:
     """A chain (or several) under way: its state, its data and the block size in use."""
 
-    def __init__(self, runner: Runner, keys: Array, z: PyTree, data: PyTree) -> None:
-        self.runner, self.data = runner, data
-        self.state = runner.init(keys, z, data)
-        self.capacity = runner.capacity(self.state)
+    def __init__(self, runner: Runner, state: Any, data: PyTree) -> None:
+        self.runner, self.state, self.data = runner, state, data
+        self.capacity = runner.capacity(state, data)
         self.count = 1
 
     def draw(self, limit: int | None = None, thinning: int | None = None) -> dict[str, Any]:

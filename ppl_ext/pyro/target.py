@@ -33,7 +33,7 @@ from torch.distributions import biject_to, transform_to
 from torch.distributions.constraints import MixtureSameFamilyConstraint
 from torch.utils._pytree import tree_leaves
 
-from ppl_ext.errors import InitializationError, UnsupportedModelError
+from ppl_ext.errors import InitializationError, TracingError, UnsupportedModelError
 from ppl_ext.pyro.program import Program, Recording, record, to_jax
 from ppl_ext.target import (
     Array,
@@ -170,9 +170,25 @@ class Posterior:
             potential_energy=_Recorded(self, "potential_energy"),
             constrain_sites=_Recorded(self, "constrain"),
             unconstrain_sites=_Recorded(self, "unconstrain"),
+            process=self._process(),
             log_likelihood_sites=_Recorded(self, "log_likelihood"),
             observed_values=self.observed_values,
         )
+
+    def _process(self) -> str | None:
+        """How `DPSlice` would move the atoms, if the model draws from a process; or why not."""
+        if not any(s.distribution in ("Partition", "PitmanYorPartition") for s in self.sites):
+            return None
+        # imported here: the translation is only for such models
+        from ppl_ext.numpyro.mixture import look
+        from ppl_ext.pyro.translation import Translation
+
+        try:
+            translation = Translation(self.model, self.args, self.kwargs)
+            with jax.enable_x64(translation.double):
+                return look(translation.model, (translation.constants,), {}).path
+        except (TracingError, UnsupportedModelError) as error:
+            return f"no: {error}"
 
     def _run(self) -> Any:
         """Trace of the model at values of the init strategy."""
@@ -217,6 +233,8 @@ class Posterior:
             event_dim=distribution.event_dim,
             plates=plates,
         )
+        if hasattr(distribution, "has_normalizer"):
+            common["normalizer"] = "computed" if distribution.has_normalizer else "unknown"
         if node["is_observed"]:
             return Site(name, "observed", shape, **common)
         if common["discrete"] or common["distribution"] == "Delta":

@@ -12,7 +12,7 @@ import torch
 from pyro.infer.autoguide.initialization import init_to_uniform
 
 from ppl_ext.kernels import uld
-from ppl_ext.pyro.kernel import Kernel, Tensors
+from ppl_ext.pyro.kernel import DensityKernel, Tensors
 from ppl_ext.pyro.potential import Engine
 from ppl_ext.pyro.runner import Transition
 from ppl_ext.pyro.target import Posterior
@@ -24,7 +24,7 @@ class _Algorithm:
     settings: uld.Settings
 
     def transition(self, target: Target, num_warmup: int) -> Transition:
-        def fields(state: uld.State) -> dict[str, Array]:
+        def fields(state: uld.State, data: Any) -> dict[str, Array]:
             return {
                 "accept_prob": state.accept_prob,
                 "diverging": state.diverging,
@@ -45,7 +45,7 @@ class _Algorithm:
         )
 
 
-class ULD(Kernel):
+class ULD(DensityKernel):
     """Underdamped Langevin dynamics: few gradients, and a small known bias or an accept step.
 
     `ppl_ext.numpyro.ULD` for Pyro: the same algorithm, the same options.
