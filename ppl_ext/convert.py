@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ppl_ext import _arviz, registry
+from ppl_ext.diagnostics.check import wrong
 from ppl_ext.diagnostics.draws import UNCONSTRAINED, score_group
 from ppl_ext.diagnostics.scores import unconstrained_dataset
 from ppl_ext.errors import UnsupportedModelError
@@ -51,9 +51,9 @@ def to_arviz(mcmc: Any, *, log_likelihood: bool = False, **kwargs: Any) -> Any:
     Warns
     -----
     UserWarning
-        When every draw of a chain diverged: the chain stands still. When a bound of a minibatch
-        kernel was violated. When simulations of ExchangeMH reached their limit. When a mixture had
-        too few slots.
+        When a chain stands still, a bound of a minibatch kernel was violated, simulations of
+        ExchangeMH reached their limit, or a mixture had too few slots.
+        `ppl_ext.diagnostics.check` looks at the result for all that may be wrong.
 
     Examples
     --------
@@ -68,8 +68,15 @@ def to_arviz(mcmc: Any, *, log_likelihood: bool = False, **kwargs: Any) -> Any:
     (1, 50)
     """
     converter = registry.converter(mcmc)
-    if converter is not None:
-        return converter(mcmc, log_likelihood, **kwargs)
+    convert = _from_numpyro if converter is None else converter
+    data = convert(mcmc, log_likelihood, **kwargs)
+    for finding in wrong(data):
+        warnings.warn(str(finding), stacklevel=2)
+    return data
+
+
+def _from_numpyro(mcmc: Any, log_likelihood: bool, **kwargs: Any) -> Any:
+    """`to_arviz` for `numpyro.infer.MCMC`."""
     # imported here: ArviZ alone should not load NumPyro
     from numpyro.infer import MCMC
 
@@ -81,35 +88,6 @@ def to_arviz(mcmc: Any, *, log_likelihood: bool = False, **kwargs: Any) -> Any:
     if mcmc.last_state is None or mcmc.last_state is mcmc.post_warmup_state:
         raise ValueError("`mcmc` holds no draws: call `mcmc.run` first.")
     fields = mcmc.get_extra_fields(group_by_chain=True)
-    stuck = np.flatnonzero(np.all(fields.get("diverging", [[False]]), axis=-1))
-    if stuck.size:
-        warnings.warn(
-            f"Every draw of chains {stuck.tolist()} diverged, so that they stand still. Call "
-            "`mcmc.warmup` again after a change of data, or look at the model there.",
-            stacklevel=2,
-        )
-    violations = int(np.max(fields.get("num_violations", 0)))
-    if violations:
-        warnings.warn(
-            f"A bound was violated {violations} times, so that the draws are not exact: correct "
-            "`bounds` or the rule (`num_violations` in `sample_stats`).",
-            stacklevel=2,
-        )
-    overflow = int(np.max(fields.get("num_overflow", 0)))
-    if overflow:
-        warnings.warn(
-            f"Simulations reached their limit {overflow} times, and their proposals were rejected, "
-            "which is a bias: take another `sampler`, or a larger `max_sweeps` or `max_trials` "
-            "(`num_overflow` in `sample_stats`).",
-            stacklevel=2,
-        )
-    lost = np.asarray(fields.get("overflow", False))
-    if lost.any():
-        warnings.warn(
-            f"{lost.mean():.1%} of the draws follow an overflow of the slots, and are NaN. Repeat "
-            "the run with more: `mcmc.sampler.rerun(mcmc)`.",
-            stacklevel=2,
-        )
     refuse = getattr(mcmc.sampler, "refuse_log_likelihood", None)
     if log_likelihood and refuse is not None:
         raise UnsupportedModelError(refuse())

@@ -13,7 +13,7 @@ from numpyro.infer import MCMC, NUTS
 
 from ppl_ext import models
 from ppl_ext.convert import to_arviz
-from ppl_ext.diagnostics import psd, summary, uld_report
+from ppl_ext.diagnostics import check, psd, summary, uld_report
 from ppl_ext.models import Problem
 from ppl_ext.numpyro import ULD
 
@@ -67,6 +67,7 @@ def run(output: str) -> None:
         )
         if result.kernel == "ULD":
             print(uld_report(result.mcmc))
+        print(check(result.data))
     _picture(results, output)
     print(f"\npicture: {output}")
 

@@ -17,8 +17,10 @@ FRONT_ENDS = ("ppl_ext.numpyro", "ppl_ext.pyro")
 
 # the results of functions, which have the example
 RESULTS = {
+    "Check",
     "Clusters",
     "ExchangeReport",
+    "Finding",
     "IMHReport",
     "OverheadReport",
     "PSDTest",

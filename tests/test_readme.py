@@ -11,7 +11,7 @@ import ppl_ext
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", "CONTRIBUTING.md"]
-DOCS = ["docs/dp_slice.md", "docs/exchange.md"]
+DOCS = ["docs/check.md", "docs/dp_slice.md", "docs/exchange.md"]
 
 
 def blocks(page, language):

@@ -3,6 +3,7 @@
 if __name__ != "ppl_ext.diagnostics":
     raise ImportError("import ppl_ext.diagnostics, not diagnostics")
 
+from ppl_ext.diagnostics.check import Check, Finding, check
 from ppl_ext.diagnostics.discrepancy import psd
 from ppl_ext.diagnostics.exchange_report import ExchangeReport, exchange_report
 from ppl_ext.diagnostics.goodness_of_fit import PSDTest, psd_test
@@ -24,8 +25,10 @@ from ppl_ext.diagnostics.uld_report import ULDReport, uld_report
 from ppl_ext.errors import MissingScoresError, TooFewDrawsError
 
 __all__ = [
+    "Check",
     "Clusters",
     "ExchangeReport",
+    "Finding",
     "IMHReport",
     "MissingScoresError",
     "OverheadReport",
@@ -34,6 +37,7 @@ __all__ = [
     "Tuning",
     "ULDReport",
     "attach_scores",
+    "check",
     "clusters",
     "exchange_report",
     "from_svi",

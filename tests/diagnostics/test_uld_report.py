@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +14,7 @@ from numpyro.infer import MCMC, NUTS
 
 import ppl_ext
 from ppl_ext import _arviz
-from ppl_ext.diagnostics import uld_report
+from ppl_ext.diagnostics import check, uld_report
 from ppl_ext.numpyro import ULD
 
 pytestmark = pytest.mark.arviz
@@ -77,6 +79,13 @@ def test_richardson_finds_the_bias(biased):
     assert (abs(table["mean_bias"]) < 5 * table["mean_mcse"]).all()
 
 
+def test_check_tells_the_bias(biased):
+    found = {finding.flag: finding.found for finding in check(ppl_ext.to_arviz(biased)).findings}
+    assert {"bias", "Stein test"} <= set(found)
+    percent = int(re.search(r"may be (\d+)%", found["bias"])[1])
+    assert percent == round(100 * uld_report(biased).worst_variance_bias)
+
+
 def test_an_adjusted_run_of_a_potential_function_has_no_bias():
     kernel = ULD(
         potential_fn=lambda z: jnp.sum(z**2) / 2, integrator="obabo", adjust="malt", step_size=0.5
@@ -86,6 +95,7 @@ def test_an_adjusted_run_of_a_potential_function_has_no_bias():
     report = uld_report(mcmc)
     assert report.worst_variance_bias == 0 and report.accept_prob < 1
     assert "bias of the variances" not in str(report)
+    assert "bias" in check(ppl_ext.to_arviz(mcmc)).passed
 
 
 def test_other_runs_are_refused(biased):

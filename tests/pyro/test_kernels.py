@@ -17,7 +17,7 @@ from pyro.infer.mcmc.api import StreamingMCMC
 
 import ppl_ext
 from ppl_ext import _arviz
-from ppl_ext.diagnostics import attach_scores, uld_report
+from ppl_ext.diagnostics import attach_scores, check, uld_report
 from ppl_ext.errors import InitializationError, TracingError, UnsupportedModelError
 from ppl_ext.pyro import HMC, MCMC, NUTS, ULD
 from ppl_ext.pyro.entries import normal_with_known_variances
@@ -344,6 +344,7 @@ def test_to_arviz(vectorized):
     assert {"lp", "acceptance_rate", "diverging", "n_steps", "step_size"} <= set(stats.data_vars)
     score = _arviz.get_group(data, "unconstrained_posterior_score")["mu"]
     np.testing.assert_allclose(score, -PRECISION * (posterior["mu"] - MEAN), atol=1e-4)
+    assert {"finite", "divergences", "acceptance", "Stein test"} <= set(check(data).passed)
 
 
 @pytest.mark.arviz
