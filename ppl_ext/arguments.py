@@ -35,3 +35,18 @@ def check_choice(kernel: str, name: str, value: Any, choices: tuple[Any, ...]) -
     """Raise unless `value` is one of `choices`."""
     if not (value is None or isinstance(value, str)) or value not in choices:
         raise argument_error(kernel, name, value, f"one of {', '.join(map(repr, choices))}")
+
+
+def check_fraction(kernel: str, **values: Any) -> None:
+    """Raise unless every value is a number between 0 and 1, both left out."""
+    check_positive(kernel, **values)
+    for name, value in values.items():
+        if value >= 1:
+            raise argument_error(kernel, name, value, "less than 1")
+
+
+def check_flag(kernel: str, **values: Any) -> None:
+    """Raise unless every value is True or False."""
+    for name, value in values.items():
+        if not isinstance(value, bool):
+            raise argument_error(kernel, name, value, "True or False")

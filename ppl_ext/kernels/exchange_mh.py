@@ -39,7 +39,17 @@ import jax
 import jax.numpy as jnp
 
 from ppl_ext.kernels.chain import run_if
-from ppl_ext.kernels.minibatch import log_proposal, proposed, truncated
+from ppl_ext.kernels.metropolis import (
+    Coordinates,
+    Tuned,
+    acceptance,
+    log_proposal,
+    mean_acceptance,
+    proposed,
+    truncated,
+    tuned,
+)
+from ppl_ext.kernels.metropolis import adapted as adapted_setting
 from ppl_ext.target import Array, PyTree
 
 PROPOSALS = ("random_walk", "mala", "barker")
@@ -52,9 +62,6 @@ _ROUNDS, _BATCH = 30, 32
 
 # draws of warm-up that weigh as much as the approximation at the start, for each coordinate
 _PRIOR_DRAWS = 50
-
-# standard deviations beyond sqrt(d) that bound the approximate gradient
-_MARGIN = 4.0
 
 
 class Draw(NamedTuple):
@@ -99,9 +106,7 @@ class Settings:
     target_accept_prob: float | None = None
 
 
-class Fit(NamedTuple):
-    """What is found at the start and half-way through warm-up."""
-
+class _FitFields(NamedTuple):
     centre: Array  # (d,) unconstrained
     whiten: Array  # (d, d): w = whiten (x - centre) is about standard normal
     scale: Array  # (d, d): its inverse
@@ -110,20 +115,17 @@ class Fit(NamedTuple):
     pool_log_f: PyTree  # their `log_f` at the centre
     observed: PyTree  # statistics of the data it was found for
 
-    def to_standard(self, x: Array) -> Array:
-        """Coordinates in which the posterior is about standard normal."""
-        return self.whiten @ (x - self.centre)
 
-    def from_standard(self, w: Array) -> Array:
-        """The inverse of `to_standard`."""
-        return self.centre + self.scale @ w
+class Fit(Coordinates, _FitFields):
+    """What is found at the start and half-way through warm-up."""
+
+    __slots__ = ()
 
 
-class Tuned(NamedTuple):
-    """Step size, adapted in warm-up, then the average of its second half; moments of the draws."""
+class Adaptation(NamedTuple):
+    """What warm-up tunes, and moments of its draws."""
 
-    log_step_size: Array  # () posterior standard deviations
-    mean_log_step_size: Array  # ()
+    step_size: Tuned  # posterior standard deviations
     num_draws: Array  # () in the moments
     mean: Array  # (d,)
     spread: Array  # (d, d) sum of squared deviations
@@ -162,14 +164,14 @@ class State(NamedTuple):
     noise_variance: Array  # () of the last log ratio
     num_overflow: Array  # () of all transitions after warm-up; 0, or the draws are not exact
     diverging: Array  # () whether the last proposal had no density
-    adapt_state: Tuned
+    adapt_state: Adaptation
     fit: Fit
     rng_key: Array
 
     @property
     def step_size(self) -> Array:
         """Of the proposal, in posterior standard deviations."""
-        return jnp.exp(self.adapt_state.log_step_size)
+        return self.adapt_state.step_size.value
 
 
 def init(key: Array, x: Array, problem: Problem, settings: Settings) -> State:
@@ -180,7 +182,6 @@ def init(key: Array, x: Array, problem: Problem, settings: Settings) -> State:
     identity = jnp.eye(size, dtype=dtype)
     fit = find_fit(key_fit, x, identity, jnp.asarray(_ROUNDS), problem, settings)
     step_size = settings.step_size or _FIRST_STEP[settings.proposal] / math.sqrt(size)
-    log_step = jnp.asarray(math.log(step_size), dtype)
     zero, none = jnp.zeros((), dtype), jnp.zeros((), jnp.int32)
     return State(
         i=none,
@@ -192,7 +193,7 @@ def init(key: Array, x: Array, problem: Problem, settings: Settings) -> State:
         noise_variance=zero,
         num_overflow=none,
         diverging=jnp.zeros((), bool),
-        adapt_state=Tuned(log_step, log_step, none, jnp.zeros_like(x), 0 * identity),
+        adapt_state=Adaptation(tuned(step_size, dtype), none, jnp.zeros_like(x), 0 * identity),
         fit=fit,
         rng_key=key,
     )
@@ -201,37 +202,35 @@ def init(key: Array, x: Array, problem: Problem, settings: Settings) -> State:
 def step(state: State, problem: Problem, settings: Settings, num_warmup: int) -> State:
     """One transition, with adaptation while `state.i < num_warmup`."""
     key, key_fit, key_noise = jax.random.split(state.rng_key, 3)
-    x, tuned = problem.ravel(state.z), state.adapt_state
+    x, adapt = problem.ravel(state.z), state.adapt_state
     half = (state.i == num_warmup // 2) & (state.i > 1)
     # any fit is exact: for new data, which a continued run may bring, a new one is faster
     new_data = _differ(problem.observed, state.fit.observed)
 
     def again(at: Any) -> Any:
-        key, x, tuned, fit, new_data = at
-        centre, precision = moments(tuned, fit)
+        key, x, adapt, fit, new_data = at
+        centre, precision = moments(adapt, fit)
         start = jnp.where(new_data, x, centre)
         precision = jnp.where(new_data, jnp.eye(x.size, dtype=x.dtype), precision)
         rounds = jnp.where(new_data, _ROUNDS, 0)
         new = find_fit(key, start, precision, rounds, problem, settings)
-        return key, x, tuned, jax.tree.map(lambda a, b: a.astype(b.dtype), new, fit), new_data
+        return key, x, adapt, jax.tree.map(lambda a, b: a.astype(b.dtype), new, fit), new_data
 
-    fit = run_if(half | new_data, again, (key_fit, x, tuned, state.fit, new_data))[3]
+    fit = run_if(half | new_data, again, (key_fit, x, adapt, state.fit, new_data))[3]
     noise = draw_noise(key_noise, x, problem, settings)
     x, info = transition(noise, x, problem, settings, fit, state.step_size)
     i = state.i + 1
-    n = jnp.where(i > num_warmup, i - num_warmup, i)
     return State(
         i=i,
         z=problem.unravel(x),
         accept_prob=info.accept_prob,
-        mean_accept_prob=state.mean_accept_prob
-        + (info.accept_prob - state.mean_accept_prob) / n.astype(x.dtype),
+        mean_accept_prob=mean_acceptance(state.mean_accept_prob, info.accept_prob, i, num_warmup),
         aux_log_ratio=info.aux_log_ratio,
         sim_effort=info.sim_effort,
         noise_variance=info.noise_variance,
         num_overflow=jnp.where(i > num_warmup, state.num_overflow + info.num_overflow, 0),
         diverging=info.diverging,
-        adapt_state=adapted(tuned, x, info, i, settings, num_warmup),
+        adapt_state=adapted(adapt, x, info, i, settings, num_warmup),
         fit=fit,
         rng_key=key,
     )
@@ -281,8 +280,7 @@ def transition(
     target = problem.log_unnormalised(y) - problem.log_unnormalised(x)
     log_ratio = target + auxiliary + back - forth
     overflow = jnp.sum(drawn.overflow, dtype=jnp.int32)
-    prob = jnp.exp(jnp.minimum(log_ratio, 0.0))
-    prob = jnp.where(jnp.isnan(log_ratio) | (overflow > 0), 0.0, prob)
+    prob = jnp.where(overflow > 0, 0.0, acceptance(log_ratio))
     move = y - x
     return jnp.where(noise.last < prob, y, x), Info(
         accept_prob=prob,
@@ -298,7 +296,6 @@ def _gradient(problem: Problem, settings: Settings, fit: Fit) -> Callable[[Array
     """Of the Monte Carlo log posterior, in standard coordinates."""
     if settings.proposal == "random_walk":
         return jnp.zeros_like
-    longest = math.sqrt(fit.centre.size) + _MARGIN
 
     def log_density(w: Array) -> Array:
         x = fit.from_standard(w)
@@ -311,7 +308,7 @@ def _gradient(problem: Problem, settings: Settings, fit: Fit) -> Callable[[Array
         found = jax.grad(log_density)(w)
         # where there is none, a random walk
         found = jnp.where(jnp.isfinite(found).all(), found, 0)
-        return truncated(found, longest)
+        return truncated(found)
 
     return gradient
 
@@ -332,38 +329,29 @@ def target_acceptance(settings: Settings, size: int) -> float:
 
 
 def adapted(
-    tuned: Tuned, x: Array, info: Info, i: Array, settings: Settings, num_warmup: int
-) -> Tuned:
-    """Robbins-Monro step on the log step size after warm-up transition `i`, and moments."""
-    half = num_warmup // 2
-    # the metric changes half-way
-    n = jnp.where(i > half, i - half, i).astype(x.dtype)
-    log_step = tuned.log_step_size
+    state: Adaptation, x: Array, info: Info, i: Array, settings: Settings, num_warmup: int
+) -> Adaptation:
+    """Step size and moments after warm-up transition `i`."""
+    step_size = state.step_size
     if settings.step_size is None:
         error = info.accept_prob - target_acceptance(settings, x.size)
-        log_step = log_step + 2 / jnp.sqrt(n) * error
-    mean_log_step = tuned.mean_log_step_size + (log_step - tuned.mean_log_step_size) / n
+        # the metric changes half-way
+        step_size = adapted_setting(step_size, error, i, num_warmup, restart=True)
     # not the way from the start
-    count = tuned.num_draws + (i > num_warmup // 8)
-    deviation = jnp.where(i > num_warmup // 8, x - tuned.mean, 0)
-    mean = tuned.mean + deviation / jnp.maximum(count, 1)
-    new = Tuned(
-        jnp.where(i == num_warmup, mean_log_step, log_step),
-        mean_log_step,
-        count,
-        mean,
-        tuned.spread + jnp.outer(deviation, x - mean),
-    )
-    return jax.tree.map(lambda a, b: jnp.where(i <= num_warmup, a, b), new, tuned)
+    counted = (i > num_warmup // 8) & (i <= num_warmup)
+    count = state.num_draws + counted
+    deviation = jnp.where(counted, x - state.mean, 0)
+    mean = state.mean + deviation / jnp.maximum(count, 1)
+    return Adaptation(step_size, count, mean, state.spread + jnp.outer(deviation, x - mean))
 
 
-def moments(tuned: Tuned, fit: Fit) -> tuple[Array, Array]:
+def moments(adapt: Adaptation, fit: Fit) -> tuple[Array, Array]:
     """Mean and inverse covariance of the draws, shrunk towards the approximation."""
-    count = tuned.num_draws.astype(tuned.mean.dtype)
-    weight = count / (count + _PRIOR_DRAWS * tuned.mean.size)
-    covariance = tuned.spread / jnp.maximum(count - 1, 1)
+    count = adapt.num_draws.astype(adapt.mean.dtype)
+    weight = count / (count + _PRIOR_DRAWS * adapt.mean.size)
+    covariance = adapt.spread / jnp.maximum(count - 1, 1)
     covariance = weight * covariance + (1 - weight) * fit.scale @ fit.scale.T
-    centre = weight * tuned.mean + (1 - weight) * fit.centre
+    centre = weight * adapt.mean + (1 - weight) * fit.centre
     return centre, jnp.linalg.inv(covariance)
 
 

@@ -1,4 +1,4 @@
-"""What the minibatch kernels share: the problem, the table to draw data from, and proposals.
+"""What the minibatch kernels share: the problem, and the table to draw data from.
 
 Data are drawn with probabilities proportional to bounds c_i by integer weights: c_i is rounded
 *up* to a multiple of a unit, so that it stays a bound, and a datum is found by bisection in the
@@ -10,9 +10,8 @@ its likelihood by the same factor.)
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 
 from ppl_ext.target import Array, PyTree
@@ -72,41 +71,3 @@ def make_table(bounds: Array) -> Table:
     weights = jnp.ceil(bounds / jnp.where(usable, unit, 1))
     weights = jnp.where(usable, weights, jnp.where(unit == 0, 0, 1))
     return Table(jnp.cumsum(weights.astype(jnp.int32), dtype=jnp.int32), unit)
-
-
-# --- proposals, in coordinates in which the posterior is about a standard normal ----------------
-
-Proposal = Literal["taylor-mala", "sgld", "mala", "barker", "random_walk"]
-
-
-def proposed(
-    normal: Array, uniform: Array, w: Array, gradient: Array, step_size: Array, proposal: Proposal
-) -> Array:
-    """Proposal from `w` with the log density's `gradient` there, or what stands for it.
-
-    MALA: w + h^2 g / 2 + h normal. Barker: each coordinate moves by +-h normal, with the sign +
-    with probability 1 / (1 + exp(-h normal g)) (Livingstone & Zanella 2022, algorithm 1).
-    """
-    move = step_size * normal
-    if proposal == "random_walk":
-        return w + move
-    if proposal == "barker":
-        return w + jnp.where(uniform < jax.nn.sigmoid(move * gradient), move, -move)
-    return w + step_size**2 / 2 * gradient + move
-
-
-def log_proposal(
-    w: Array, v: Array, gradient: Array, step_size: Array, proposal: Proposal
-) -> Array:
-    """Log density of the proposal `v` from `w`, without factors symmetric in the two."""
-    if proposal == "random_walk":
-        return jnp.zeros((), w.dtype)
-    if proposal == "barker":
-        return jnp.sum(jax.nn.log_sigmoid((v - w) * gradient))
-    return -jnp.sum(((v - w) / step_size - step_size / 2 * gradient) ** 2) / 2
-
-
-def truncated(gradient: Array, length: float) -> Array:
-    """`gradient`, not longer than `length`: far from the mode an approximate one overshoots."""
-    norm = jnp.linalg.norm(gradient)
-    return gradient * jnp.where(norm > length, length / norm, 1.0)

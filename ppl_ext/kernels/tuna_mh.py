@@ -49,28 +49,26 @@ import jax
 import jax.numpy as jnp
 
 from ppl_ext.kernels.chain import Resumable, run_if
-from ppl_ext.kernels.minibatch import (
-    Problem,
+from ppl_ext.kernels.metropolis import (
+    ACCEPTANCE,
+    MARGIN,
+    Coordinates,
     Proposal,
-    Table,
+    Tuned,
+    acceptance,
+    first_step_size,
     log_proposal,
-    make_table,
+    mean_acceptance,
     proposed,
     truncated,
+    tuned,
 )
+from ppl_ext.kernels.metropolis import adapted as adapted_setting
+from ppl_ext.kernels.minibatch import Problem, Table, make_table
 from ppl_ext.kernels.proximal_imh import minimise
 from ppl_ext.target import Array, PyTree
 
 PROPOSALS = ("taylor-mala", "sgld", "barker", "random_walk")
-
-# step size in posterior standard deviations at the start, and the power of 1 / d
-_FIRST_STEP = {
-    "taylor-mala": (1.65, 1 / 6),
-    "sgld": (1.65, 1 / 6),
-    "barker": (1.65, 1 / 6),
-    "random_walk": (2.38, 1 / 2),
-}
-_ACCEPTANCE = {"taylor-mala": 0.55, "sgld": 0.55, "barker": 0.45, "random_walk": 0.25}
 
 # Noise variance of the log ratio that `chi` is tuned to. Where data drawn are the cost, that is
 # where variance * P(accept | variance) is largest; a factor of 0.37 in the acceptance, relative
@@ -78,10 +76,6 @@ _ACCEPTANCE = {"taylor-mala": 0.55, "sgld": 0.55, "barker": 0.45, "random_walk":
 _NOISE_VARIANCE = {0: 2.38**2, 1: 1.0, 2: 1.0}
 _NOISE_FACTOR = {0: 0.37, 1: 1.0, 2: 1.0}
 _FIRST_CHI, _LOG_CHI_RANGE = 1e-4, (-25.0, 7.0)
-
-# standard deviations beyond sqrt(d) in the ball on which bounds that are not global must hold;
-# also the longest approximate gradient
-_MARGIN = 4.0
 
 
 @dataclass(frozen=True)
@@ -100,33 +94,27 @@ class Settings:
     chunk_size: int = 256
 
 
-class Fit(NamedTuple):
-    """What is found once for each data set, and then kept."""
-
-    mode: Array  # (d,) unconstrained
-    whiten: Array  # (d, d) upper: w = whiten (x - mode) is about standard normal
+class _FitFields(NamedTuple):
+    centre: Array  # (d,) the mode, unconstrained
+    whiten: Array  # (d, d) upper: w = whiten (x - centre) is about standard normal
     scale: Array  # (d, d) upper: its inverse
-    gradient: Array  # (d,) of the sum of all terms at the mode
+    gradient: Array  # (d,) of the sum of all terms at the centre
     hessian: Array  # (d, d) the same
     radius: Array  # () of the ball on which the bounds hold
     table: Table
 
-    def to_standard(self, x: Array) -> Array:
-        """Coordinates in which the posterior is about standard normal."""
-        return self.whiten @ (x - self.mode)
 
-    def from_standard(self, w: Array) -> Array:
-        """The inverse of `to_standard`."""
-        return self.mode + self.scale @ w
+class Fit(Coordinates, _FitFields):
+    """What is found once for each data set, and then kept."""
+
+    __slots__ = ()
 
 
-class Tuned(NamedTuple):
-    """Step size and `chi`: adapted in warm-up, then the averages of its second half."""
+class Adaptation(NamedTuple):
+    """What warm-up tunes."""
 
-    log_step_size: Array  # () posterior standard deviations
-    log_chi: Array  # ()
-    mean_log_step_size: Array  # ()
-    mean_log_chi: Array  # ()
+    step_size: Tuned  # posterior standard deviations
+    chi: Tuned
 
 
 class Noise(NamedTuple):
@@ -164,7 +152,7 @@ class _Fields(NamedTuple):
     fallback: Array  # () whether the last transition took all data
     num_violations: Array  # () of all transitions so far; 0, or the draws are not exact
     diverging: Array  # () whether the last proposal had no density
-    adapt_state: Tuned
+    adapt_state: Adaptation
     fit: Fit
     stale: Array  # () whether `fit` may belong to other data
     rng_key: Array
@@ -178,25 +166,22 @@ class State(Resumable, _Fields):
     @property
     def step_size(self) -> Array:
         """Of the proposal, in posterior standard deviations."""
-        return jnp.exp(self.adapt_state.log_step_size)
+        return self.adapt_state.step_size.value
 
     @property
     def chi(self) -> Array:
         """lam / (C M)^2."""
-        return jnp.exp(self.adapt_state.log_chi)
+        return self.adapt_state.chi.value
 
 
 def init(key: Array, x: Array | None, problem: Problem, settings: Settings, fit: Fit) -> State:
     """State at `x`, shape (d,), or at a draw of the Laplace approximation."""
-    dtype, size = fit.mode.dtype, fit.mode.size
+    dtype, size = fit.centre.dtype, fit.centre.size
     key, key_start = jax.random.split(key)
     if x is None:
         x = fit.from_standard(jax.random.normal(key_start, (size,), dtype))
-    factor, power = _FIRST_STEP[settings.proposal]
-    step_size = settings.step_size or factor / size**power
+    step_size = settings.step_size or first_step_size(settings.proposal, size)
     chi = _FIRST_CHI if settings.chi is None else settings.chi
-    log_chi = jnp.asarray(math.log(chi) if chi > 0 else -math.inf, dtype)
-    log_step = jnp.asarray(math.log(step_size), dtype)
     zero, none = jnp.zeros((), dtype), jnp.zeros((), jnp.int32)
     return State(
         i=none,
@@ -209,7 +194,7 @@ def init(key: Array, x: Array | None, problem: Problem, settings: Settings, fit:
         fallback=jnp.zeros((), bool),
         num_violations=none,
         diverging=jnp.zeros((), bool),
-        adapt_state=Tuned(log_step, log_chi, log_step, log_chi),
+        adapt_state=Adaptation(tuned(step_size, dtype), tuned(chi, dtype)),
         fit=fit,
         stale=jnp.zeros((), bool),
         rng_key=key,
@@ -226,13 +211,11 @@ def step(state: State, problem: Problem, settings: Settings, num_warmup: int) ->
     x, info = transition(noise, x, problem, settings, fit, state.step_size, state.chi)
     i = state.i + 1
     adapt = adapted(state.adapt_state, info, i, settings, num_warmup)
-    n = jnp.where(i > num_warmup, i - num_warmup, i)
     return State(
         i=i,
         z=problem.unravel(x),
         accept_prob=info.accept_prob,
-        mean_accept_prob=state.mean_accept_prob
-        + (info.accept_prob - state.mean_accept_prob) / n.astype(x.dtype),
+        mean_accept_prob=mean_acceptance(state.mean_accept_prob, info.accept_prob, i, num_warmup),
         num_drawn=info.num_drawn,
         num_kept=info.num_kept,
         noise_variance=info.noise_variance,
@@ -249,7 +232,7 @@ def step(state: State, problem: Problem, settings: Settings, num_warmup: int) ->
 def draw_noise(key: Array, fit: Fit, problem: Problem, settings: Settings) -> Noise:
     """Random numbers of one transition."""
     keys = jax.random.split(key, 7)
-    dtype, size = fit.mode.dtype, fit.mode.size
+    dtype, size = fit.centre.dtype, fit.centre.size
     chunk_size = settings.chunk_size
     top = jnp.maximum(fit.table.cumulative[-1], 1)
 
@@ -300,7 +283,7 @@ def transition(
     else:
         full = jnp.zeros((), bool)
         cheap = jnp.where(inside, cheap, -jnp.inf)
-    first = _probability(cheap)
+    first = acceptance(cheap)
     go = (noise.first < first) if settings.delayed else jnp.ones((), bool)
 
     rate = jnp.where(go & ~full, rate, 0.0)
@@ -311,10 +294,10 @@ def transition(
     *_, full_ratio = run_if(full & go, everything, (x, y, fit, jnp.zeros((), w.dtype)))
     log_ratio = kept_ratio + full_ratio
     if settings.delayed:
-        prob = _probability(log_ratio)
+        prob = acceptance(log_ratio)
         accepted, prob = go & (noise.last < prob), first * prob
     else:
-        prob = _probability(cheap + log_ratio)
+        prob = acceptance(cheap + log_ratio)
         accepted = noise.last < prob
     return jnp.where(accepted, y, x), Info(
         accept_prob=prob,
@@ -397,46 +380,31 @@ def remainder_difference(
         # of the difference of the two polynomials: the terms at the mode cancel before rounding
         slope = lambda z: jax.jvp(terms, (z,), (x - y,))[1]  # noqa: E731
         if settings.order == 1:
-            taylor = slope(fit.mode)
+            taylor = slope(fit.centre)
         else:
-            middle = (x + y) / 2 - fit.mode
-            linear, quadratic = jax.jvp(slope, (fit.mode,), (middle,))
+            middle = (x + y) / 2 - fit.centre
+            linear, quadratic = jax.jvp(slope, (fit.centre,), (middle,))
             taylor = linear + quadratic
             size = size + jnp.abs(linear)
     return at_x - at_y - taylor, 16 * jnp.finfo(x.dtype).eps * (size + jnp.abs(taylor))
 
 
-def adapted(tuned: Tuned, info: Info, i: Array, settings: Settings, num_warmup: int) -> Tuned:
-    """Robbins-Monro steps on the log of step size and `chi` after warm-up transition `i`."""
-    dtype = tuned.log_step_size.dtype
-    n = i.astype(dtype)
-    gain = 1 / jnp.sqrt(n)
-    log_step, log_chi = tuned.log_step_size, tuned.log_chi
+def adapted(
+    state: Adaptation, info: Info, i: Array, settings: Settings, num_warmup: int
+) -> Adaptation:
+    """Step size and `chi` after warm-up transition `i`."""
+    step_size, chi = state
     if settings.step_size is None:
         target = settings.target_accept_prob
         if target is None:
-            target = _ACCEPTANCE[settings.proposal] * _NOISE_FACTOR[settings.order]
-        log_step = log_step + 2 * gain * (info.accept_prob - target)
+            target = ACCEPTANCE[settings.proposal] * _NOISE_FACTOR[settings.order]
+        step_size = adapted_setting(step_size, info.accept_prob - target, i, num_warmup)
     if settings.chi is None:
         excess = jnp.clip(info.noise_variance / _NOISE_VARIANCE[settings.order] - 1, -1, 1)
         # where all data were taken there is no noise to learn from
-        log_chi = jnp.where(info.fallback, log_chi, log_chi + 2 * gain * excess)
-        log_chi = jnp.clip(log_chi, *_LOG_CHI_RANGE)
-    # averages of the second half
-    half = num_warmup // 2
-    weight = 1 / jnp.maximum(n - half, 1)
-    mean_step = tuned.mean_log_step_size + weight * (log_step - tuned.mean_log_step_size)
-    mean_chi = log_chi
-    if settings.chi is None:
-        mean_chi = tuned.mean_log_chi + weight * (log_chi - tuned.mean_log_chi)
-    last = i == num_warmup
-    new = Tuned(
-        jnp.where(last, mean_step, log_step),
-        jnp.where(last, mean_chi, log_chi),
-        mean_step,
-        mean_chi,
-    )
-    return jax.tree.map(lambda a, b: jnp.where(i <= num_warmup, a, b), new, tuned)
+        excess = jnp.where(info.fallback, 0.0, excess)
+        chi = adapted_setting(chi, excess, i, num_warmup, span=_LOG_CHI_RANGE)
+    return Adaptation(step_size, chi)
 
 
 # --- mode, metric and bounds --------------------------------------------------------------------
@@ -459,13 +427,13 @@ def fit_at(mode: Array, precision: Array, problem: Problem, settings: Settings) 
     gradient = jax.grad(terms)(mode) if settings.order > 0 else jnp.zeros_like(mode)
     hessian = jax.hessian(terms)(mode) if settings.order > 1 else jnp.zeros_like(precision)
     # bounds that hold everywhere, or else on a ball
-    radius = jnp.asarray(math.sqrt(size) + _MARGIN, mode.dtype)
+    radius = jnp.asarray(math.sqrt(size) + MARGIN, mode.dtype)
     # what does not depend on the radius is computed once
     both = jnp.stack([jnp.full_like(radius, jnp.inf), radius])
     forever, local = jax.vmap(lambda radius: problem.bounds(mode, scale, radius))(both)
     everywhere = jnp.isfinite(forever).all()
     return Fit(
-        mode=mode,
+        centre=mode,
         whiten=whiten,
         scale=scale,
         gradient=gradient,
@@ -494,20 +462,19 @@ def _gradient(
     batch: Array, problem: Problem, settings: Settings, fit: Fit
 ) -> Callable[[Array], Array]:
     """What stands for the gradient of the log density, in standard coordinates."""
-    longest = math.sqrt(fit.mode.size) + _MARGIN
     if settings.proposal == "random_walk":
         return jnp.zeros_like
     if settings.proposal != "sgld":
         # of the Laplace approximation
-        return lambda w: truncated(-w, longest)
+        return lambda w: truncated(-w)
     base = _base(problem, settings, fit)
 
     def log_density(w: Array) -> Array:
         x = fit.from_standard(w)
-        remainder, _ = remainder_difference(x, fit.mode, batch, problem, settings, fit)
+        remainder, _ = remainder_difference(x, fit.centre, batch, problem, settings, fit)
         return base(x) + problem.size / settings.grad_size * jnp.sum(remainder)
 
-    return lambda w: truncated(jax.grad(log_density)(w), longest)
+    return lambda w: truncated(jax.grad(log_density)(w))
 
 
 def _base(problem: Problem, settings: Settings, fit: Fit) -> Callable[[Array], Array]:
@@ -516,9 +483,9 @@ def _base(problem: Problem, settings: Settings, fit: Fit) -> Callable[[Array], A
     def base(x: Array) -> Array:
         value = problem.log_base(x)
         if settings.order > 0:
-            value = value + fit.gradient @ (x - fit.mode)
+            value = value + fit.gradient @ (x - fit.centre)
         if settings.order > 1:
-            value = value + (x - fit.mode) @ fit.hessian @ (x - fit.mode) / 2
+            value = value + (x - fit.centre) @ fit.hessian @ (x - fit.centre) / 2
         return value
 
     return base
@@ -531,9 +498,3 @@ def _full_log_ratio(
     everything = jnp.arange(problem.size)
     difference, _ = remainder_difference(y, x, everything, problem, settings, fit)
     return jnp.sum(difference)
-
-
-def _probability(log_ratio: Array) -> Array:
-    """Acceptance probability; NaN rejects."""
-    prob = jnp.exp(jnp.minimum(log_ratio, 0.0))
-    return jnp.where(jnp.isnan(log_ratio), 0.0, prob)

@@ -6,6 +6,7 @@ from ppl_ext.numpyro.dp_slice import DPSlice
 from ppl_ext.numpyro.ergm import ERGM
 from ppl_ext.numpyro.exchange_mh import ExchangeMH
 from ppl_ext.numpyro.intractable import Intractable
+from ppl_ext.numpyro.poisson_mh import PoissonMH
 from ppl_ext.numpyro.proximal_imh import ProximalIMH
 from ppl_ext.numpyro.spins import Graph, Ising, Potts
 from ppl_ext.numpyro.tuna_mh import TunaMH
@@ -22,6 +23,7 @@ __all__ = [
     "Intractable",
     "Ising",
     "PitmanYor",
+    "PoissonMH",
     "Potts",
     "ProximalIMH",
     "TunaMH",

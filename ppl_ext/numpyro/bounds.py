@@ -373,7 +373,7 @@ def check(
 
     kernel = TunaMH(model, order=order, plate=plate, bounds=bounds)
     fit, problem = kernel.fit(*args, **kwargs)
-    size = fit.mode.size
+    size = fit.centre.size
     keys = jax.random.split(jax.random.key(seed), 4)
     direction = jax.random.normal(keys[0], (num_pairs, 2, size))
     direction /= jnp.linalg.norm(direction, axis=-1, keepdims=True)
@@ -382,7 +382,7 @@ def check(
     direction = jnp.where(ray, direction[:, :1], direction)
     longest = math.sqrt(size) + 4
     length = longest * jax.random.uniform(keys[1], (num_pairs, 2, 1)) ** 2
-    pairs = (length * direction).astype(fit.mode.dtype)
+    pairs = (length * direction).astype(fit.centre.dtype)
     everything = jnp.arange(problem.size)
     constants = fit.table.bound(everything)
 

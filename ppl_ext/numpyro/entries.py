@@ -15,6 +15,7 @@ from ppl_ext.numpyro.dirichlet_process import DirichletProcess
 from ppl_ext.numpyro.dp_slice import DPSlice
 from ppl_ext.numpyro.exchange_mh import ExchangeMH
 from ppl_ext.numpyro.minibatch import refusal
+from ppl_ext.numpyro.poisson_mh import PoissonMH
 from ppl_ext.numpyro.proximal_imh import ProximalIMH
 from ppl_ext.numpyro.spins import Graph, Ising
 from ppl_ext.numpyro.tuna_mh import TunaMH
@@ -184,6 +185,23 @@ def tuna_mh() -> Entry:
         exact=True,
         source="arXiv 2406.05242, 2407.19602",
         refusal=lambda target: refusal("TunaMH", target),
+        example=normal_in_a_subsampled_plate,
+        gibbs_block=False,
+        potential_fn=False,
+        minibatch=True,
+    )
+
+
+def poisson_mh() -> Entry:
+    """Exact minibatch Metropolis-Hastings with a proposal from the minibatch."""
+    return Entry(
+        name="PoissonMH",
+        language="numpyro",
+        kernel=PoissonMH,
+        models="continuous sites, a plate of data with bounded likelihoods, tempered",
+        exact=True,
+        source="arXiv 1911.09771, 2406.05242",
+        refusal=lambda target: refusal("PoissonMH", target),
         example=normal_in_a_subsampled_plate,
         gibbs_block=False,
         potential_fn=False,

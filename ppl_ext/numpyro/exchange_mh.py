@@ -12,7 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from numpyro.infer.initialization import init_to_uniform
 
-from ppl_ext.arguments import argument_error, check_choice, check_count, check_positive
+from ppl_ext.arguments import (
+    argument_error,
+    check_choice,
+    check_count,
+    check_fraction,
+    check_positive,
+)
 from ppl_ext.errors import InitializationError, UnsupportedModelError
 from ppl_ext.kernels import exchange_mh
 from ppl_ext.kernels.exchange_mh import Draw, Problem
@@ -142,11 +148,7 @@ class ExchangeMH(Kernel):
         if step_size is not None:
             check_positive("ExchangeMH", step_size=step_size)
         if target_accept_prob is not None:
-            check_positive("ExchangeMH", target_accept_prob=target_accept_prob)
-            if target_accept_prob >= 1:
-                raise argument_error(
-                    "ExchangeMH", "target_accept_prob", target_accept_prob, "less than 1"
-                )
+            check_fraction("ExchangeMH", target_accept_prob=target_accept_prob)
         self._settings = exchange_mh.Settings(
             proposal=proposal,
             pool=int(pool),

@@ -15,7 +15,7 @@ from numpyro.infer.initialization import init_to_uniform
 
 from ppl_ext.errors import InitializationError, UnsupportedModelError
 from ppl_ext.kernels.minibatch import Problem
-from ppl_ext.numpyro.bounds import links
+from ppl_ext.numpyro.bounds import derivative_bounds, links
 from ppl_ext.numpyro.kernel import Kernel
 from ppl_ext.numpyro.starting_point import describe_failure
 from ppl_ext.numpyro.target import as_arrays, at_indices
@@ -122,6 +122,30 @@ class MinibatchKernel(Kernel):
     @abstractmethod
     def _make_bounds(self, target: Target, plate: str, size: int, z: Array) -> Bounds:
         """Constants of the algorithm's bound from the distributions of the model."""
+
+    def _derivative_bounds(
+        self, target: Target, plate: str, size: int, z: Array, order: int
+    ) -> Bounds:
+        """Bounds on the derivative of order + 1, for `_make_bounds`."""
+
+        def observed(x: Array, indices: Array) -> Any:
+            assert target.observed is not None
+            return target.observed(target.unravel(x), plate, indices)
+
+        # from a look at two data
+        found = links(self._name, lambda x: observed(x, jnp.arange(2)), z)
+
+        def bounds(mode: Array, scale: Array, radius: Array) -> Array:
+            every = lambda x: observed(x, jnp.arange(size))  # noqa: E731
+            return derivative_bounds(every, found, size, order, mode, scale, radius)
+
+        return bounds
+
+    def fit(self, *args: Any, **kwargs: Any) -> tuple[Any, Problem]:
+        """Mode, metric and bounds for the data `args`, `kwargs` of the model, and the problem."""
+        state = self.init(jax.random.key(0), 0, None, args, kwargs)
+        assert self._target is not None
+        return state.fit, self._bind(self._target, args, kwargs)
 
     # --- data -----------------------------------------------------------------------------------
 
@@ -243,7 +267,7 @@ class MinibatchKernel(Kernel):
         energy = lambda z: target.potential_energy(z, *model_args, **model_kwargs)  # noqa: E731
         batched = np.ndim(state.i) > 0
         start = jax.jit(jax.vmap(energy) if batched else energy)(state.z)
-        metric = np.isfinite(np.asarray(fit.whiten)).all() and np.isfinite(fit.mode).all()
+        metric = np.isfinite(np.asarray(fit.whiten)).all() and np.isfinite(fit.centre).all()
         if not (metric and np.isfinite(np.asarray(start)).all()):
             failure = describe_failure(
                 jax.random.key(0), self._model, self._init_strategy, model_args, model_kwargs
@@ -257,13 +281,3 @@ class MinibatchKernel(Kernel):
 
     def _no_bound(self) -> str:
         return f"{self._name}: a bound is not finite. Give `bounds`."
-
-
-def auto_links(kernel: str, target: Target, plate: str, z: Array) -> dict[str, str]:
-    """Links of the observed sites inside the plate, from a look at two data."""
-
-    def few(x: Array) -> Any:
-        assert target.observed is not None
-        return target.observed(target.unravel(x), plate, jnp.arange(2))
-
-    return links(kernel, few, z)

@@ -6,20 +6,18 @@ from collections.abc import Callable
 from numbers import Real
 from typing import Any, Literal
 
-import jax
-import jax.numpy as jnp
-
-from ppl_ext.arguments import argument_error, check_choice, check_count, check_positive
+from ppl_ext.arguments import (
+    argument_error,
+    check_choice,
+    check_count,
+    check_flag,
+    check_fraction,
+    check_positive,
+)
 from ppl_ext.errors import UnsupportedModelError
 from ppl_ext.kernels import tuna_mh
 from ppl_ext.kernels.minibatch import Problem
-from ppl_ext.numpyro.bounds import derivative_bounds
-from ppl_ext.numpyro.minibatch import (
-    Bounds,
-    MinibatchKernel,
-    auto_links,
-    refusal,
-)
+from ppl_ext.numpyro.minibatch import Bounds, MinibatchKernel, refusal
 from ppl_ext.target import Array, Target
 
 
@@ -151,17 +149,11 @@ class TunaMH(MinibatchKernel):
                 raise argument_error("TunaMH", "chi", chi, '"auto" or a number from 0')
             if chi == 0 and rates == "tuna":
                 raise argument_error("TunaMH", "chi", chi, 'positive with rates="tuna"')
-        for name, value in (("fallback", fallback), ("delayed", delayed)):
-            if not isinstance(value, bool):
-                raise argument_error("TunaMH", name, value, "True or False")
+        check_flag("TunaMH", fallback=fallback, delayed=delayed)
         if step_size is not None:
             check_positive("TunaMH", step_size=step_size)
         if target_accept_prob is not None:
-            check_positive("TunaMH", target_accept_prob=target_accept_prob)
-            if target_accept_prob >= 1:
-                raise argument_error(
-                    "TunaMH", "target_accept_prob", target_accept_prob, "less than 1"
-                )
+            check_fraction("TunaMH", target_accept_prob=target_accept_prob)
         check_count("TunaMH", grad_size=grad_size, chunk_size=chunk_size)
         self._settings = tuna_mh.Settings(
             order=order,
@@ -187,23 +179,7 @@ class TunaMH(MinibatchKernel):
             raise UnsupportedModelError(reason)
 
     def _make_bounds(self, target: Target, plate: str, size: int, z: Array) -> Bounds:
-        found = auto_links("TunaMH", target, plate, z)
-
-        def observed(x: Array) -> Any:
-            assert target.observed is not None
-            return target.observed(target.unravel(x), plate, jnp.arange(size))
-
-        def bounds(mode: Array, scale: Array, radius: Array) -> Array:
-            order = self._settings.order
-            return derivative_bounds(observed, found, size, order, mode, scale, radius)
-
-        return bounds
-
-    def fit(self, *args: Any, **kwargs: Any) -> tuple[tuna_mh.Fit, Problem]:
-        """Mode, metric and bounds for the data `args`, `kwargs` of the model, and the problem."""
-        state = self.init(jax.random.key(0), 0, None, args, kwargs)
-        assert self._target is not None
-        return state.fit, self._bind(self._target, args, kwargs)
+        return self._derivative_bounds(target, plate, size, z, self._settings.order)
 
     def _find_fit(self, start: Array, problem: Problem) -> tuna_mh.Fit:
         return tuna_mh.find_fit(start, problem, self._settings)

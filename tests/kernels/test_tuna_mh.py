@@ -138,7 +138,7 @@ class Enumeration:
 
     def gradient(self, z, batch):
         """What stands for the gradient, in standard coordinates, by hand."""
-        mode, scale = np.asarray(self.fit.mode), np.asarray(self.fit.scale)
+        mode, scale = np.asarray(self.fit.centre), np.asarray(self.fit.scale)
         w = np.asarray(self.fit.whiten) @ (z - mode)
         if self.proposal == "random_walk":
             return np.zeros(2)
@@ -159,7 +159,7 @@ class Enumeration:
     def density(self, start, end):
         """Of the transition start -> end in standard coordinates, acceptance included."""
         fit = self.fit
-        mode, whiten = np.asarray(fit.mode), np.asarray(fit.whiten)
+        mode, whiten = np.asarray(fit.centre), np.asarray(fit.whiten)
         w, v = whiten @ (start - mode), whiten @ (end - mode)
         c = np.asarray(fit.table.bound(jnp.arange(2)))
         gap = distance(w, v, self.order)
@@ -343,7 +343,7 @@ def test_kept_counts_are_independent_poisson_numbers(rates):
         return jnp.stack([result[1], result[2]])
 
     drawn, kept = np.asarray(counts(jax.random.split(jax.random.key(1), 10_000))).T
-    r = remainders(x, np.asarray(fit.mode), 1) - remainders(y, np.asarray(fit.mode), 1)
+    r = remainders(x, np.asarray(fit.centre), 1) - remainders(y, np.asarray(fit.centre), 1)
     c = np.asarray(fit.table.bound(jnp.arange(2)))
     dominating = c * gap * (1 + chi * total)
     a = dominating - (np.maximum(-r, 0) if rates == "max" else (c * gap - r) / 2)
