@@ -219,12 +219,12 @@ class Target:
                 return (
                     f"{kernel} needs log densities, but the normalising constant of site "
                     f"'{site.name}' ({site.distribution}) is not known. Use "
-                    "ppl_ext.numpyro.ExchangeMH."
+                    f"ppl_ext.{self.language}.ExchangeMH."
                 )
         for site in self.latent:
             if site.discrete:
                 way_out = (
-                    "It holds the labels of a process: use ppl_ext.numpyro.DPSlice."
+                    f"It holds the labels of a process: use ppl_ext.{self.language}.DPSlice."
                     if self.process is not None
                     else "Sum it out of the model, or use pyro.infer.NUTS, which enumerates it."
                     if pyro

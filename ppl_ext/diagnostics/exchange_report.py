@@ -65,7 +65,7 @@ def exchange_report(run: MCMC, *, lengths: Sequence[int] = (1, 2, 4)) -> Exchang
 
     Parameters
     ----------
-    run : numpyro.infer.MCMC
+    run : numpyro.infer.MCMC or ppl_ext.pyro.MCMC
         After `run`, with an `ExchangeMH` kernel.
     lengths : sequence of int
         Multiples of the length of the simulations; 1 is the run itself. Each other one is a new run
@@ -74,7 +74,7 @@ def exchange_report(run: MCMC, *, lengths: Sequence[int] = (1, 2, 4)) -> Exchang
     Raises
     ------
     TypeError
-        When `run` is not a `numpyro.infer.MCMC` with an ExchangeMH kernel.
+        When `run` is not such a run of ExchangeMH.
     ValueError
         When it has not been run, or `lengths` does not begin with 1 or does not grow.
 
@@ -98,10 +98,11 @@ def exchange_report(run: MCMC, *, lengths: Sequence[int] = (1, 2, 4)) -> Exchang
     >>> exchange_report(mcmc).exact
     True
     """
-    kernel: Any = getattr(run, "sampler", None)
-    if not hasattr(kernel, "with_simulations"):
+    kernel: Any = getattr(run, "sampler", getattr(run, "kernel", None))
+    if not hasattr(kernel, "with_simulations") or not hasattr(run, "get_extra_fields"):
         raise TypeError(
-            "exchange_report takes a numpyro.infer.MCMC with an ExchangeMH kernel, got "
+            "exchange_report takes a run of ExchangeMH by numpyro.infer.MCMC or "
+            "ppl_ext.pyro.MCMC, got "
             f"{type(run).__name__} with {type(kernel).__name__}."
         )
     lengths = [int(length) for length in lengths]
@@ -115,16 +116,7 @@ def exchange_report(run: MCMC, *, lengths: Sequence[int] = (1, 2, 4)) -> Exchang
     exact = bool(stats.attrs["exact"])
     found = {1: _moments(data)}
     for length in lengths[1:] if not exact else ():
-        again = type(run)(
-            kernel.with_simulations(length),
-            num_warmup=run.num_warmup,
-            num_samples=run.num_samples,
-            num_chains=run.num_chains,
-            thinning=run.thinning,
-            chain_method=run.chain_method,
-            progress_bar=False,
-        )
-        again.run(run.last_state.rng_key, *run._args, **run._kwargs)
+        again = _again(run, kernel.with_simulations(length))
         found[length] = _moments(to_arviz(again))
     last = found[max(found)]
     for length, moments in found.items():
@@ -140,6 +132,23 @@ def exchange_report(run: MCMC, *, lengths: Sequence[int] = (1, 2, 4)) -> Exchang
         num_overflow=int(stats["num_overflow"].isel(draw=-1).sum()),
         table=pd.concat(found, axis=1),
     )
+
+
+def _again(run: Any, kernel: Any) -> Any:
+    """A run of the same length with another kernel."""
+    if hasattr(run, "again"):
+        return run.again(kernel)
+    again = type(run)(
+        kernel,
+        num_warmup=run.num_warmup,
+        num_samples=run.num_samples,
+        num_chains=run.num_chains,
+        thinning=run.thinning,
+        chain_method=run.chain_method,
+        progress_bar=False,
+    )
+    again.run(run.last_state.rng_key, *run._args, **run._kwargs)
+    return again
 
 
 def _moments(data: Any) -> pd.DataFrame:

@@ -155,7 +155,7 @@ def predictive_density(mcmc: Any, *args: Any, **kwargs: Any) -> xr.DataArray:
 
     Parameters
     ----------
-    mcmc : numpyro.infer.MCMC
+    mcmc : numpyro.infer.MCMC or ppl_ext.pyro.MCMC
         A finished run of `DPSlice`.
     *args, **kwargs
         Arguments of the model, with the new observations (a grid, say) in the place of the data.
@@ -190,21 +190,20 @@ def predictive_density(mcmc: Any, *args: Any, **kwargs: Any) -> xr.DataArray:
     >>> bool(abs(float(density.sum()) * 0.2 - 1) < 0.01)
     True
     """
-    if not hasattr(getattr(mcmc, "sampler", None), "predictive_density"):
+    kernel: Any = getattr(mcmc, "sampler", getattr(mcmc, "kernel", None))
+    if not hasattr(kernel, "predictive_density") or not hasattr(mcmc, "get_extra_fields"):
         raise TypeError(
-            "predictive_density takes an MCMC object with a finished run of ppl_ext.numpyro."
-            f"DPSlice, got {type(mcmc).__name__}."
+            "predictive_density takes a finished run of DPSlice, by numpyro.infer.MCMC or "
+            f"ppl_ext.pyro.MCMC, got {type(mcmc).__name__}."
         )
-    if mcmc.last_state is None:
+    if getattr(mcmc, "last_state", getattr(mcmc, "_samples", None)) is None:
         raise ValueError("predictive_density: the run has no draws yet. Call `mcmc.run` first.")
     if np.asarray(mcmc.get_extra_fields()["overflow"]).any():
         raise ValueError(
             "predictive_density: draws follow an overflow of the slots. Repeat the run with more: "
-            "`mcmc.sampler.rerun(mcmc)`."
+            "`kernel.rerun(mcmc)`."
         )
-    density = mcmc.sampler.predictive_density(
-        mcmc.get_samples(group_by_chain=True), *args, **kwargs
-    )
+    density = kernel.predictive_density(mcmc.get_samples(group_by_chain=True), *args, **kwargs)
     return xr.DataArray(np.asarray(density), dims=("chain", "draw", "point"))
 
 

@@ -21,7 +21,7 @@ from ppl_ext.errors import InitializationError
 from ppl_ext.kernels import dp_slice as dp
 from ppl_ext.numpyro import mixture as mx
 from ppl_ext.numpyro.kernel import Kernel
-from ppl_ext.target import Array, PyTree
+from ppl_ext.target import Array, PyTree, Target
 
 # number of points below which split-merge moves cost little
 _SMALL = 20_000
@@ -34,6 +34,16 @@ _LARGE_DISCOUNT = 0.2
 
 # slots chosen without being told
 _MIN_CAPACITY, _MAX_CAPACITY = 64, 512
+
+
+def refusal(target: Target) -> str | None:
+    """Why DPSlice cannot take this model, as far as static facts tell."""
+    if target.process is None:
+        return (
+            f"DPSlice samples models with a ppl_ext.{target.language}.DirichletProcess or "
+            "PitmanYor; this one draws from none."
+        )
+    return target.process[4:] if target.process.startswith("no: ") else None
 
 
 class State(NamedTuple):
@@ -466,7 +476,8 @@ class DPSlice(Kernel):
         new.run(state.start_key, *mcmc._args, extra_fields=extra_fields, **mcmc._kwargs)
         return new
 
-    def refuse_log_likelihood(self) -> str:
+    @staticmethod
+    def refuse_log_likelihood() -> str:
         """Why ArviZ cannot have the log likelihood: it depends on labels that are not kept."""
         return (
             "The likelihood of DPSlice's draws depends on the labels of the points. Pointwise log "

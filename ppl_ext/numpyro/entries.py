@@ -10,6 +10,7 @@ import numpyro
 import numpyro.distributions as dist
 from scipy.special import logsumexp
 
+from ppl_ext.numpyro import dp_slice as process
 from ppl_ext.numpyro import exchange_mh as exchange
 from ppl_ext.numpyro.dirichlet_process import DirichletProcess
 from ppl_ext.numpyro.dp_slice import DPSlice
@@ -150,15 +151,6 @@ def three_points_of_a_process() -> Example:
 
 def dp_slice() -> Entry:
     """Slice samplers for Dirichlet-process mixtures."""
-
-    def refusal(target: Any) -> str | None:
-        if target.process is None:
-            return (
-                "DPSlice samples models with a ppl_ext.numpyro.DirichletProcess or PitmanYor; this "
-                "one draws from none."
-            )
-        return target.process[4:] if target.process.startswith("no: ") else None
-
     return Entry(
         name="DPSlice",
         language="numpyro",
@@ -166,7 +158,7 @@ def dp_slice() -> Entry:
         models="mixtures over a Dirichlet or Pitman-Yor process",
         exact=True,
         source="arXiv 2602.00878",
-        refusal=refusal,
+        refusal=process.refusal,
         example=three_points_of_a_process,
         gibbs_block=False,
         potential_fn=False,

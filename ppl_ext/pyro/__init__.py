@@ -1,4 +1,4 @@
-"""Kernels for `pyro.infer.MCMC`, which run in JAX, and what Pyro models for them are written with."""
+"""Kernels for `pyro.infer.MCMC`, which run in JAX, and what is needed to write models for them."""
 
 from ppl_ext.numpyro.spins import Graph
 from ppl_ext.pyro.black_box import BlackBox
@@ -8,6 +8,7 @@ from ppl_ext.pyro.exchange_mh import ExchangeMH
 from ppl_ext.pyro.hmc import HMC, NUTS
 from ppl_ext.pyro.intractable import ERGM, ConwayMaxwellPoisson, Ising, Potts
 from ppl_ext.pyro.mcmc import MCMC
+from ppl_ext.pyro.poisson_mh import PoissonMH
 from ppl_ext.pyro.proximal_imh import ProximalIMH
 from ppl_ext.pyro.tuna_mh import TunaMH
 from ppl_ext.pyro.uld import ULD
@@ -26,6 +27,7 @@ __all__ = [
     "Graph",
     "Ising",
     "PitmanYor",
+    "PoissonMH",
     "Potts",
     "ProximalIMH",
     "TunaMH",

@@ -133,7 +133,8 @@ def compare_values(
             if not np.isfinite(wanted).all():
                 continue
             error = _relative_error([np.asarray(found[name])], [wanted], 1.0)
-            if error > PROGRAM_TOLERANCE[str(np.asarray(found[name]).dtype)]:
+            # whole numbers and truth values are equal, or not
+            if error > PROGRAM_TOLERANCE.get(str(np.asarray(found[name]).dtype), 0.0):
                 # a black box has no gradient to compare
                 if not any(o.name == BLACK_BOX for o in recording.program.operations):
                     name_difference(recording, point)

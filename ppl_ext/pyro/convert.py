@@ -13,6 +13,8 @@ import xarray as xr
 from ppl_ext import _arviz, registry
 from ppl_ext.diagnostics.draws import UNCONSTRAINED, score_group
 from ppl_ext.diagnostics.scores import unconstrained_dataset
+from ppl_ext.errors import UnsupportedModelError
+from ppl_ext.pyro.translated import TranslatedKernel
 from ppl_ext.target import Site
 
 
@@ -43,14 +45,24 @@ def to_arviz(
     sites: dict[str, Site] = {}
     sizes: dict[str, int] = {}
     points: Any = None
+    translated = isinstance(mcmc.kernel, TranslatedKernel)
+    refuse = getattr(mcmc.kernel, "refuse_log_likelihood", None)
+    if log_likelihood and refuse is not None:
+        raise UnsupportedModelError(refuse())
     if mcmc.kernel.model is not None:
         args, kwargs = mcmc._args, mcmc._kwargs
+        model = mcmc.kernel.model
+        if translated:
+            model = mcmc.kernel.model_of_all_data(*args, **kwargs)
         double = any(values.dtype == np.float64 for values in samples.values())
         with jax.enable_x64(double):
-            target: Any = registry.target(mcmc.kernel.model, *args, **kwargs)
+            target: Any = registry.target(model, *args, **kwargs)
             sites = {site.name: site for site in target.sites}
             sizes = {plate.name: plate.subsample_size for plate in target.plates}
-            if all(site.name in samples for site in target.latent):
+            if translated and not log_likelihood:
+                # the draws hold all that there is, and a pass over all data is dear
+                pass
+            elif all(site.name in samples for site in target.latent):
                 values = {site.name: samples[site.name] for site in target.latent}
                 points = _each_draw(lambda v: target.unconstrain_sites(v, *args, **kwargs), values)
                 known = [site.name for site in target.sites if site.kind != "observed"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, ClassVar
 
 import pyro
 import pyro.distributions as dist
@@ -254,7 +254,7 @@ class PitmanYor(DirichletProcess):
 class Partition(dist.TorchDistribution):
     """Labels of n points under a process: 0, 1, ... in the order of appearance."""
 
-    arg_constraints: dict[str, Any] = {}
+    arg_constraints: ClassVar[dict[str, Any]] = {}
     support = constraints.independent(constraints.nonnegative_integer, 1)
 
     def __init__(self, num_points: int, concentration: Any, discount: Any = None) -> None:

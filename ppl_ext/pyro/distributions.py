@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpyro.distributions as np_dist
 import torch
+from numpyro.distributions import constraints as np_constraints
 from numpyro.distributions import transforms as np_transforms
 from pyro.distributions import (
     Delta,
@@ -150,7 +151,9 @@ def take_apart(distribution: Any, path: str, tensors: dict[str, torch.Tensor]) -
         return form(make, **parameters)
     if isinstance(distribution, ZeroInflatedDistribution):
         gate = form(np_dist.ZeroInflatedDistribution, gate=distribution.gate)
-        return Form(gate.make, gate.tensors, (("base_dist", inner(distribution.base_dist, "base")),))
+        return Form(
+            gate.make, gate.tensors, (("base_dist", inner(distribution.base_dist, "base")),)
+        )
     if isinstance(distribution, Delta):
         event_dim = distribution.event_dim
         return form(
@@ -186,6 +189,14 @@ def take_apart(distribution: Any, path: str, tensors: dict[str, torch.Tensor]) -
     if name == "LKJ":
         make = partial(np_dist.LKJ, distribution.base_dist.dim)
         return form(make, concentration=distribution.base_dist.concentration)
+    if name == "ImproperUniform":
+        make = partial(
+            np_dist.ImproperUniform,
+            _support(distribution.support, path.split("/")[0]),
+            tuple(distribution.batch_shape),
+            tuple(distribution.event_shape),
+        )
+        return Form(make)
     if name == "TransformedDistribution":
         kinds = [type(t).__name__ for t in distribution.transforms]
         unknown = [kind for kind in kinds if kind not in _TRANSFORMS]
@@ -195,9 +206,7 @@ def take_apart(distribution: Any, path: str, tensors: dict[str, torch.Tensor]) -
                 make, arguments = _TRANSFORMS[kind]
                 values = {a: getattr(transform, a) for a in arguments}
                 tensors_of = tuple((a, f"{path}/{i}.{a}") for a in values)
-                tensors.update(
-                    {f"{path}/{i}.{a}": torch.as_tensor(v) for a, v in values.items()}
-                )
+                tensors.update({f"{path}/{i}.{a}": torch.as_tensor(v) for a, v in values.items()})
                 made.append((f"transform_{i}", Form(make, tensors_of)))
             return Form(
                 _transformed, forms=(("base", inner(distribution.base_dist, "base")), *made)
@@ -208,6 +217,29 @@ def take_apart(distribution: Any, path: str, tensors: dict[str, torch.Tensor]) -
         f"Site '{site}' has the distribution {name or type(distribution).__name__}, of which "
         "NumPyro has no counterpart that this kernel could use. Write it by another distribution, "
         "or its log density by pyro.factor."
+    )
+
+
+def _support(support: Any, site: str) -> Any:
+    """NumPyro's constraint."""
+    if isinstance(support, torch.distributions.constraints.independent):
+        base = _support(support.base_constraint, site)
+        return np_constraints.independent(base, support.reinterpreted_batch_ndims)
+    name = type(support).__name__
+    bounds = {k: float(v) for k, v in vars(support).items() if k.endswith("_bound")}
+    if name in ("_Real", "_RealVector"):
+        return np_constraints.real if name == "_Real" else np_constraints.real_vector
+    if name in ("_GreaterThan", "_GreaterThanEq"):
+        return np_constraints.greater_than(bounds["lower_bound"])
+    if name == "_LessThan":
+        return np_constraints.less_than(bounds["upper_bound"])
+    if name == "_Interval":
+        return np_constraints.interval(**bounds)
+    if name == "_Simplex":
+        return np_constraints.simplex
+    raise UnsupportedModelError(
+        f"Site '{site}' (ImproperUniform) has the support {name}, which this kernel cannot use. "
+        "Give the site a proper prior."
     )
 
 
@@ -237,5 +269,3 @@ def _masked(base: Any, mask: Array) -> Any:
 
 def _transformed(base: Any, **transforms: Any) -> Any:
     return np_dist.TransformedDistribution(base, list(transforms.values()))
-
-

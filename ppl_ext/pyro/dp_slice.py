@@ -92,13 +92,9 @@ class DPSlice(TranslatedKernel):
         )
 
     def check_target(self, target: Target) -> None:
-        if target.process is None:
-            raise UnsupportedModelError(
-                "DPSlice samples models with a ppl_ext.pyro.DirichletProcess or PitmanYor; this "
-                "one draws from none."
-            )
-        if target.process.startswith("no: "):
-            raise UnsupportedModelError(target.process[4:])
+        reason = dp_slice.refusal(target)
+        if reason is not None:
+            raise UnsupportedModelError(reason)
 
     @property
     def settings(self) -> dp.Settings:
@@ -156,7 +152,4 @@ class DPSlice(TranslatedKernel):
             assert isinstance(kernel, dp_slice.DPSlice)
             return kernel.predictive_density(draws, translation.constants)
 
-    def refuse_log_likelihood(self) -> str:
-        """Why ArviZ cannot have the log likelihood: it depends on labels that are not kept."""
-        return dp_slice.DPSlice.refuse_log_likelihood(None)  # type: ignore[arg-type]
-
+    refuse_log_likelihood = staticmethod(dp_slice.DPSlice.refuse_log_likelihood)

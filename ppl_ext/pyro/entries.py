@@ -10,8 +10,16 @@ import pyro
 import pyro.distributions as dist
 import torch
 
+from ppl_ext.numpyro import entries
+from ppl_ext.numpyro.spins import Graph
+from ppl_ext.pyro.dirichlet_process import DirichletProcess
+from ppl_ext.pyro.dp_slice import DPSlice
+from ppl_ext.pyro.exchange_mh import ExchangeMH
 from ppl_ext.pyro.hmc import HMC, NUTS
+from ppl_ext.pyro.intractable import Ising
+from ppl_ext.pyro.poisson_mh import PoissonMH
 from ppl_ext.pyro.proximal_imh import ProximalIMH
+from ppl_ext.pyro.tuna_mh import TunaMH
 from ppl_ext.pyro.uld import ULD
 from ppl_ext.registry import Entry, Example
 
@@ -63,6 +71,61 @@ def proximal_imh() -> Entry:
         # the models of the conformance tests have no operator
         options={"approx": {}},
         potential_fn=False,
+    )
+
+
+def dp_slice() -> Entry:
+    """Slice samplers for Dirichlet-process mixtures."""
+    example = entries.three_points_of_a_process()
+
+    def model(y: Any) -> None:
+        process = DirichletProcess("G", 1.5, lambda: pyro.sample("mu", dist.Normal(0.0, 3.0)))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(process.draw(), 1.0), obs=y)
+
+    return _like(entries.dp_slice(), DPSlice, example, model)
+
+
+def exchange_mh() -> Entry:
+    """Exchange algorithm for likelihoods with an unknown normalising constant."""
+    example = entries.ising_on_a_small_lattice()
+
+    def model(x: Any) -> None:
+        coupling = pyro.sample("coupling", dist.Uniform(0.0, 1.0))
+        pyro.sample("x", Ising(coupling, 0.0, Graph.lattice(3, 3)), obs=x)
+
+    return _like(entries.exchange_mh(), ExchangeMH, example, model)
+
+
+def tuna_mh() -> Entry:
+    """Exact minibatch Metropolis-Hastings on Taylor remainders."""
+    return _of_minibatches(entries.tuna_mh(), TunaMH)
+
+
+def poisson_mh() -> Entry:
+    """Exact minibatch Metropolis-Hastings with a proposal from the minibatch."""
+    return _of_minibatches(entries.poisson_mh(), PoissonMH)
+
+
+def _of_minibatches(entry: Entry, kernel: Any) -> Entry:
+    def model(y: Any) -> None:
+        theta = pyro.sample("theta", dist.Normal(0.0, 3.0).expand([2]).to_event(1))
+        pyro.deterministic("total", theta.sum())
+        with pyro.plate("datum", len(y), subsample_size=10) as i:
+            pyro.sample("y", dist.Normal(theta, 1.5).to_event(1), obs=y[i])
+
+    return _like(entry, kernel, entries.normal_in_a_subsampled_plate(), model)
+
+
+def _like(entry: Entry, kernel: Any, example: Example, model: Any) -> Entry:
+    """The entry of a kernel that NumPyro has too, with the same example as a Pyro model."""
+    args = tuple(torch.as_tensor(x, dtype=torch.float32) for x in example.args)
+    return replace(
+        entry,
+        language="pyro",
+        kernel=kernel,
+        example=lambda: replace(example, model=model, args=args),
+        gibbs_block=False,
     )
 
 

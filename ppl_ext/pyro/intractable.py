@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -17,6 +17,7 @@ from pyro.distributions import TorchDistribution, constraints
 from pyro.distributions.torch_distribution import ExpandedDistribution
 
 from ppl_ext import numpyro as front
+from ppl_ext.errors import UnsupportedModelError
 from ppl_ext.numpyro.intractable import Simulation
 from ppl_ext.pyro.kernel import random_keys
 
@@ -24,13 +25,12 @@ from ppl_ext.pyro.kernel import random_keys
 class Intractable(TorchDistribution):
     """Base class of the distributions of this module.
 
-    `log_prob` raises unless the constant is computed, so that no sampler takes the density
-    without it for the density.
+    `log_prob` raises, so that no sampler takes the density without its constant for the density.
 
     Raises
     ------
     ppl_ext.errors.UnsupportedModelError
-        By `log_prob`, when the normalising constant is not known.
+        By `log_prob`.
 
     Examples
     --------
@@ -39,8 +39,9 @@ class Intractable(TorchDistribution):
     torch.Size([20, 20])
     """
 
-    arg_constraints: dict[str, Any] = {}
+    arg_constraints: ClassVar[dict[str, Any]] = {}
     has_rsample = False
+    has_normalizer = False
 
     def __init__(self, make: Callable[..., Any], **parameters: Any) -> None:
         self._make = make
@@ -52,7 +53,7 @@ class Intractable(TorchDistribution):
         }
         jax.eval_shape(lambda arrays: found.append(make(**arrays)), shapes)
         other = found[0]
-        self.exact, self.has_normalizer = other.exact, other.has_normalizer
+        self.exact = other.exact
         super().__init__(
             torch.Size(other.batch_shape), torch.Size(other.event_shape), validate_args=False
         )
@@ -81,9 +82,11 @@ class Intractable(TorchDistribution):
         return torch.from_numpy(value).to(torch.get_default_dtype())
 
     def log_prob(self, value: torch.Tensor) -> torch.Tensor:
-        other = self.numpyro
-        found = other.log_prob(np.asarray(value.detach().cpu()).astype(int))
-        return torch.from_numpy(np.array(found)).to(torch.get_default_dtype())
+        raise UnsupportedModelError(
+            f"The normalising constant of {type(self).__name__} depends on its parameters and is "
+            "not part of the Pyro model, so that there is no log density: no NUTS, no "
+            "log_likelihood, no loo. Sample the parameters with ppl_ext.pyro.ExchangeMH."
+        )
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> Any:
         if tuple(batch_shape) == tuple(self.batch_shape):

@@ -139,7 +139,6 @@ class Program:
             for name, ref in self.outputs.items()
         }
 
-
     def part(self, names: Sequence[str]) -> tuple[Program, tuple[int, ...]]:
         """The program of some outputs alone, and which of the constants it uses."""
         outputs = {name: self.outputs[name] for name in names}

@@ -9,17 +9,17 @@ from typing import Any
 import jax
 import numpy as np
 import torch
-from pyro.infer.autoguide.initialization import init_to_uniform
-
 from numpyro.infer import init_to_uniform as np_init_to_uniform
 from numpyro.infer import init_to_value as np_init_to_value
+from pyro.infer.autoguide.initialization import init_to_uniform
+
 from ppl_ext.numpyro.kernel import Kernel as NumPyroKernel
 from ppl_ext.pyro.kernel import Kernel, Tensors, random_keys
 from ppl_ext.pyro.potential import precision_and_device
 from ppl_ext.pyro.program import to_jax
 from ppl_ext.pyro.runner import Chain, Runner, Transition
 from ppl_ext.pyro.target import Posterior
-from ppl_ext.pyro.translation import Translation
+from ppl_ext.pyro.translation import Translation, whole
 
 
 class TranslatedKernel(Kernel):
@@ -80,6 +80,12 @@ class TranslatedKernel(Kernel):
 
     def run_facts(self, state: Any) -> dict[str, Any]:
         return {} if self._compiled is None else self._compiled[2].run_facts(state)
+
+    def model_of_all_data(self, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        """The model with all data in place of a minibatch."""
+        assert self.model is not None
+        plate = self.data_plate(Posterior(self.model, args, kwargs).target())
+        return self.model if plate is None else whole(self.model, plate)
 
     def translated(self, *args: Any, **kwargs: Any) -> Translation:
         """The model with these data as a NumPyro model."""
@@ -186,5 +192,3 @@ def _no_initial_params(kernel: Kernel) -> ValueError:
         f"{name} takes no `initial_params`: give a start by `{name}(model, init_strategy=...)`, "
         "such as pyro.infer.autoguide.init_to_value."
     )
-
-
