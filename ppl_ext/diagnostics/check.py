@@ -262,7 +262,7 @@ def _overflow(run: _Run) -> Answer:
         return None
     return (
         f"{lost.mean():.1%} of the draws follow an overflow of the slots, and are NaN.",
-        "Repeat the run with more: `mcmc.sampler.rerun(mcmc)`.",
+        "Repeat the run with more: `kernel.rerun(mcmc)`.",
     )
 
 

@@ -114,13 +114,13 @@ def overhead_report(data: Any) -> OverheadReport:
     if not fine.any():
         raise ValueError(
             "overhead_report: every draw follows an overflow of the slots. Repeat the run with "
-            "more: `mcmc.sampler.rerun(mcmc)`."
+            "more: `kernel.rerun(mcmc)`."
         )
     overflowed = 1 - float(fine.mean())
     if overflowed:
         warnings.warn(
             f"{overflowed:.1%} of the draws follow an overflow of the slots. Repeat the run with "
-            "more: `mcmc.sampler.rerun(mcmc)`.",
+            "more: `kernel.rerun(mcmc)`.",
             stacklevel=2,
         )
     overhead = values["overhead"][fine].astype(float)

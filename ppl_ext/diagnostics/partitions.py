@@ -111,7 +111,7 @@ def clusters(
     if overflow.any():
         raise ValueError(
             f"clusters: {overflow.mean():.0%} of the draws follow an overflow of the slots. Repeat "
-            "the run with more: `mcmc.sampler.rerun(mcmc)`."
+            "the run with more: `kernel.rerun(mcmc)`."
         )
     numbers = np.asarray(posterior[number])
     rows = {number: numbers.astype(float)}

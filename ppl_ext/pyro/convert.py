@@ -38,7 +38,8 @@ def to_arviz(
     grad = statistics.pop("z_grad", None)
     facts = [diagnostics.get("run_facts", {}) for diagnostics in mcmc._diagnostics]
     of_all_chains = {
-        name: fact if isinstance(fact, str) else np.concatenate([chain[name] for chain in facts])
+        # numbers and texts are those of the kernel
+        name: np.concatenate([chain[name] for chain in facts]) if np.ndim(fact) else fact
         for name, fact in facts[0].items()
     }
     groups = {"sample_stats": _labelled(statistics, {}, coords, dims).assign_attrs(of_all_chains)}

@@ -81,7 +81,7 @@ class DirichletProcess:
     ...         mu = G.draw()
     ...         pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
     >>> Predictive(model, num_samples=5)(100)["G_labels"].shape
-    torch.Size([5, 100])
+    torch.Size([5, 1, 100])
     """
 
     def __init__(self, name: str, concentration: Any, base: Callable[[], PyTree]) -> None:
@@ -171,9 +171,6 @@ class DirichletProcess:
                 slots = value.new_full((n, *value.shape), torch.nan)
                 slots[: len(atoms)] = torch.stack([atom[name] for atom in atoms])
                 pyro.deterministic(name, slots)
-        elif weights.isnan().any():
-            # draws after an overflow predict nothing
-            returned = [tree_map(lambda x: x * torch.nan, value) for value in returned]
         pyro.deterministic(f"{self.name}_num_clusters", torch.tensor(len(atoms)))
         return tree_map(lambda *leaves: torch.stack(leaves)[position], *returned)
 
@@ -187,7 +184,11 @@ class DirichletProcess:
                 f"The draws hold '{self.name}_weights' but not the atoms' sites {missing}. Pass "
                 "all of `mcmc.get_samples()`."
             )
-        weights = weights.nan_to_num(1.0)
+        if weights.isnan().any():
+            raise ValueError(
+                f"The draws of '{self.name}' follow an overflow of the slots: they are NaN. Repeat "
+                "the run with more: `kernel.rerun(mcmc)`."
+            )
         rest = (1 - weights.sum()).clamp(min=0.0)
         labels = torch.multinomial(torch.cat([weights, rest[None]]), n, replacement=True)
         slots = len(weights)
