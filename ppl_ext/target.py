@@ -248,12 +248,8 @@ class Target:
                 )
         for plate in self.plates:
             if plate.subsampled and not minibatch:
-                other = (
-                    ""
-                    if pyro
-                    else ", or use a minibatch kernel: ppl_ext.numpyro.TunaMH (exact) or "
-                    "numpyro.infer.HMCECS"
-                )
+                other = f", or use a minibatch kernel: ppl_ext.{self.language}.TunaMH (exact)"
+                other += "" if pyro else " or numpyro.infer.HMCECS"
                 return (
                     f"{kernel} evaluates all data, but plate '{plate.name}' draws "
                     f"{plate.subsample_size} of {plate.size} at random. Drop "

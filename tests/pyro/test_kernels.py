@@ -21,7 +21,7 @@ from ppl_ext.diagnostics import attach_scores, check, uld_report
 from ppl_ext.errors import InitializationError, TracingError, UnsupportedModelError
 from ppl_ext.pyro import HMC, MCMC, NUTS, ULD
 from ppl_ext.pyro.entries import normal_with_known_variances
-from ppl_ext.pyro.kernel import Kernel
+from ppl_ext.pyro.kernel import DensityKernel
 from ppl_ext.pyro.runner import Transition
 from ppl_ext.pyro.target import Posterior
 
@@ -256,7 +256,7 @@ def test_a_discrete_site_is_refused_by_name():
         run(hmc(model))
 
 
-class Labels(Kernel):
+class Labels(DensityKernel):
     """An integer site beside a real one: what a kernel for discrete sites hands the driver."""
 
     @property

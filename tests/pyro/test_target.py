@@ -295,12 +295,10 @@ def test_explain_names_discrete_sites_and_minibatches():
     assert found.target.language == "pyro"
     assert "'k' is discrete (Poisson)" in found.verdicts["NUTS"]
     assert "plate 'datum' draws 2 of 4" in ppl_ext.explain(minibatch).verdicts["ULD"]
-    assert ppl_ext.explain(location, Y).verdicts == {
-        "HMC": None,
-        "NUTS": None,
-        "ProximalIMH": None,
-        "ULD": None,
-    }
+    verdicts = ppl_ext.explain(location, Y).verdicts
+    fits = {name for name, reason in verdicts.items() if reason is None}
+    assert fits == {"HMC", "NUTS", "ProximalIMH", "ULD"}
+    assert {"DPSlice", "ExchangeMH", "PoissonMH", "TunaMH"} <= set(verdicts)
     with pytest.raises(TypeError, match="must be a callable"):
         target([])
 

@@ -4,6 +4,8 @@ Means are compared with exact ones: |z| < 4.5, the Monte Carlo error by ArviZ's 
 fails one comparison in 150,000 if the error is right.
 """
 
+from functools import cache
+
 import arviz as az
 import jax
 import numpy as np
@@ -18,6 +20,7 @@ from pyro.infer.autoguide.initialization import init_to_value
 
 import ppl_ext
 import ppl_ext.numpyro
+from ppl_ext.diagnostics import exchange_report
 from ppl_ext.errors import UnsupportedModelError
 from ppl_ext.pyro import (
     ERGM,
@@ -67,35 +70,34 @@ def data():
     return x, y
 
 
+@pytest.fixture(scope="module")
+def runs():
+    """Runs on the examples of the registry, each made once."""
+
+    @cache
+    def run(name):
+        make, draws = ENTRIES[name]
+        entry = make()
+        example = entry.example()
+        pyro.set_rng_seed(1)
+        kernel = entry.kernel(example.model, **entry.options)
+        mcmc = MCMC(kernel, draws, warmup_steps=300, num_chains=2, disable_progbar=True)
+        mcmc.run(*example.args, **example.kwargs)
+        return mcmc, example
+
+    return run
+
+
 @pytest.mark.parametrize("name", ["TunaMH", "ExchangeMH", *SLOW])
-def test_the_answer_is_exact_and_reaches_arviz(name):
-    make, draws = ENTRIES[name]
-    entry = make()
-    example = entry.example()
-    pyro.set_rng_seed(1)
-    mcmc = MCMC(
-        entry.kernel(example.model, **entry.options),
-        draws,
-        warmup_steps=300,
-        num_chains=2,
-        disable_progbar=True,
-    )
-    mcmc.run(*example.args, **example.kwargs)
+def test_the_answer_is_exact_and_reaches_arviz(name, runs):
+    mcmc, example = runs(name)
     posterior = ppl_ext.to_arviz(mcmc)["posterior"]
     for site, mean in example.mean.items():
         values = posterior[site]
-        assert values.shape[:2] == (2, draws)
+        assert values.shape[:2] == (2, mcmc.num_samples)
         error = values.std() / np.sqrt(az.ess(posterior[[site]])[site])
         z = (values.mean(("chain", "draw")) - mean) / error
         assert (abs(z) < 4.5).all(), (site, z.values)
-
-
-@pytest.fixture(scope="module")
-def run(data):
-    pyro.set_rng_seed(0)
-    mcmc = MCMC(TunaMH(regression), 200, warmup_steps=100, num_chains=2, disable_progbar=True)
-    mcmc.run(*data)
-    return mcmc
 
 
 @pytest.mark.slow
@@ -117,18 +119,26 @@ def test_draws_are_those_of_the_numpyro_kernel_on_the_same_model_with_the_same_k
     assert int(chains[0].num_drawn) == int(chains[1].num_drawn)
 
 
-def test_statistics_and_all_the_data_reach_arviz(run, data):
-    found = ppl_ext.to_arviz(run)
-    assert found["observed_data"]["y"].shape == (500,)
+def test_statistics_and_all_the_data_reach_arviz(runs):
+    run, example = runs("TunaMH")
+    found = ppl_ext.to_arviz(run, log_likelihood=True)
+    (y,) = example.args
+    np.testing.assert_array_equal(found["observed_data"]["y"], y.numpy())
     assert {"num_drawn", "num_kept", "noise_variance", "fallback", "num_violations"} <= set(
         found["sample_stats"].data_vars
     )
-    found = ppl_ext.to_arviz(run, log_likelihood=True)
-    beta = run.get_samples(group_by_chain=True)["beta"][1, 7]
-    expected = dist.Bernoulli(logits=data[0] @ beta).log_prob(data[1])
+    theta = run.get_samples(group_by_chain=True)["theta"][1, 7]
+    expected = dist.Normal(theta, 1.5).to_event(1).log_prob(y)
     np.testing.assert_allclose(
         found["log_likelihood"]["y"][1, 7], expected.numpy(), rtol=1e-4, atol=1e-5
     )
+
+
+def test_a_density_without_its_constant_gives_no_log_likelihood(runs):
+    run, _ = runs("ExchangeMH")
+    with pytest.raises(UnsupportedModelError, match="no loo"):
+        ppl_ext.to_arviz(run, log_likelihood=True)
+    assert exchange_report(run).exact
 
 
 @pytest.mark.slow
