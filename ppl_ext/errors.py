@@ -25,3 +25,7 @@ class TracingError(UnsupportedModelError):
 
 class MismatchError(RuntimeError):
     """JAX and PyTorch disagree on a Pyro model. The message names the first operation that does."""
+
+
+class CheckpointError(RuntimeError):
+    """A run on disk cannot be taken up, read or written. The message says why and what to do."""

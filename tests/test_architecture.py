@@ -24,6 +24,7 @@ RESULTS = {
     "IMHReport",
     "OverheadReport",
     "PSDTest",
+    "Result",
     "Tuning",
     "ULDReport",
 }
@@ -107,7 +108,13 @@ def test_readers_reach_a_front_end_only_through_the_registry(path):
         assert not under(imports(path), *FRONT_ENDS)
 
 
-MODULES = ["ppl_ext", "ppl_ext.numpyro", "ppl_ext.diagnostics", "ppl_ext.models"]
+MODULES = [
+    "ppl_ext",
+    "ppl_ext.checkpoint",
+    "ppl_ext.numpyro",
+    "ppl_ext.diagnostics",
+    "ppl_ext.models",
+]
 if importlib.util.find_spec("pyro"):
     MODULES.append("ppl_ext.pyro")
 PUBLIC = [(module, name) for module in MODULES for name in importlib.import_module(module).__all__]
