@@ -1,6 +1,6 @@
 # `make demo` and `make test` set up all they need in .venv
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint bench docs clean
+.PHONY: help demo test test-all test-tutorials tutorials lint bench docs clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -14,6 +14,8 @@ help:
 	@echo "make demo      sample two real posteriors, write demo.png"
 	@echo "make test      lint and tests"
 	@echo "make test-all  lint and tests, the slow statistical ones too"
+	@echo "make test-tutorials  run the tutorials, as a check"
+	@echo "make tutorials  run the tutorials and store them with their outputs"
 	@echo "make lint      ruff and mypy"
 	@echo "make bench     run the benchmarks, bounded to minutes"
 	@echo "make docs      build the documentation, docs/build/index.html"
@@ -27,6 +29,13 @@ test: lint
 
 test-all: lint
 	$(BIN)/python -m pytest -m ''
+
+# one after the other: they say how long things take
+test-tutorials: $(VENV)/.dev $(VENV)/.tutorials
+	$(BIN)/python -m pytest tests/test_tutorials.py -m tutorials -n 0 $(TUTORIALS)
+
+tutorials: export WRITE_TUTORIALS = 1
+tutorials: test-tutorials
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
