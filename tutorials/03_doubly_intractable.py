@@ -91,7 +91,11 @@ print(exchange_report(mcmc))
 # one before. Do families marry into families that they are already tied to?
 
 # %%
-families = ["Acciaiuoli", "Albizzi", "Barbadori", "Bischeri", "Castellani", "Ginori", "Guadagni", "Lamberteschi", "Medici", "Pazzi", "Peruzzi", "Pucci", "Ridolfi", "Salviati", "Strozzi", "Tornabuoni"]
+families = [
+    *("Acciaiuoli", "Albizzi", "Barbadori", "Bischeri", "Castellani", "Ginori", "Guadagni"),
+    *("Lamberteschi", "Medici", "Pazzi", "Peruzzi", "Pucci", "Ridolfi", "Salviati", "Strozzi"),
+    "Tornabuoni",
+]
 edges = [
     (0, 8), (1, 5), (1, 6), (1, 8), (2, 4), (2, 8), (3, 6), (3, 10), (3, 14), (4, 10), (4, 14),
     (6, 7), (6, 15), (8, 12), (8, 13), (8, 15), (9, 13), (10, 14), (12, 14), (12, 15),
