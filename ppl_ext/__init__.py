@@ -1,7 +1,8 @@
 """Inference kernels and diagnostics for NumPyro and Pyro.
 
 Kernels are in `ppl_ext.numpyro` and `ppl_ext.pyro`, reference problems in `ppl_ext.models`,
-diagnostics in `ppl_ext.diagnostics`, runs on disk in `ppl_ext.checkpoint`.
+diagnostics in `ppl_ext.diagnostics`, runs on disk in `ppl_ext.checkpoint`,
+chains over devices in `ppl_ext.devices`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _HOME = {
     "explain": "ppl_ext.registry",
     "to_arviz": "ppl_ext.convert",
 }
-_SUBPACKAGES = ("checkpoint", "diagnostics", "models", "numpyro", "pyro")
+_SUBPACKAGES = ("checkpoint", "devices", "diagnostics", "models", "numpyro", "pyro")
 
 
 def __getattr__(name: str) -> Any:

@@ -187,7 +187,8 @@ class Result:
         return ppl_ext.to_arviz(self.load(), **kwargs)
 
     def __repr__(self) -> str:
-        return f"<{self.mcmc.num_chains} chains of {self.num_draws} draws in {self.path}>"
+        chains = "one chain" if self.mcmc.num_chains == 1 else f"{self.mcmc.num_chains} chains"
+        return f"<{chains} of {self.num_draws} draws in {self.path}>"
 
 
 def _complete(folder: _Folder, chains: _Chains, start: PyTree, every: int) -> PyTree:
@@ -379,11 +380,12 @@ class _Chains:
         one = jax.eval_shape(lambda state: state, one)
         program = self.program.lower(one, np.int32(1), np.int32(1), self.data).as_text()
         plain = (bool, int, float, str, type(None))
-        settings = {
-            name.lstrip("_"): _ADDRESS.sub("", repr(value))
-            for name, value in vars(kernel).items()
-            if isinstance(value, plain) or is_dataclass(value)
-        }
+        own = vars(kernel)
+        # where the kernels of ppl_ext have them
+        of_algorithm = own.get("_settings")
+        if is_dataclass(of_algorithm):
+            own = {**own, **vars(of_algorithm)}
+        settings = {n.lstrip("_"): v for n, v in own.items() if isinstance(v, plain)}
         return {
             "versions": {
                 "checkpoint": FORMAT,
@@ -392,7 +394,7 @@ class _Chains:
                 "jax": jax.__version__,
             },
             "platform": jax.default_backend(),
-            "float64": bool(jax.config.read("jax_enable_x64")),
+            "float64": bool(jnp.result_type(float) == np.float64),
             "kernel": f"{type(kernel).__module__}.{type(kernel).__qualname__}",
             "num_warmup": mcmc.num_warmup,
             "thinning": mcmc.thinning,

@@ -24,6 +24,7 @@ RESULTS = {
     "IMHReport",
     "OverheadReport",
     "PSDTest",
+    "Plan",
     "Result",
     "Tuning",
     "ULDReport",
@@ -111,9 +112,10 @@ def test_readers_reach_a_front_end_only_through_the_registry(path):
 MODULES = [
     "ppl_ext",
     "ppl_ext.checkpoint",
-    "ppl_ext.numpyro",
+    "ppl_ext.devices",
     "ppl_ext.diagnostics",
     "ppl_ext.models",
+    "ppl_ext.numpyro",
 ]
 if importlib.util.find_spec("pyro"):
     MODULES.append("ppl_ext.pyro")

@@ -151,7 +151,7 @@ def test_draws_of_adapting_kernels_too(tmp_path, kernel):
 
 def test_chunks_are_read_one_by_one(tmp_path, whole):
     result = go(tmp_path)
-    assert result.num_draws == 20 and "1 chains of 20 draws" in repr(result)
+    assert result.num_draws == 20 and "one chain of 20 draws" in repr(result)
     assert result.mcmc._states is None
     chunks = list(result.chunks())
     assert [chunk["z"]["x"].shape for chunk in chunks] == [(1, 4)] * 5

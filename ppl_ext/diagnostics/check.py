@@ -86,7 +86,8 @@ class Check:
         return not self.findings
 
     def __str__(self) -> str:
-        size = f"{self.num_chains} chains of {self.num_draws} draws"
+        chains = "one chain" if self.num_chains == 1 else f"{self.num_chains} chains"
+        size = f"{chains} of {self.num_draws} draws"
         count = len(self.findings)
         lines = [f"{size}: {f'{count} findings' if count > 1 else 'one finding'}"]
         if self.ok:
