@@ -59,7 +59,7 @@ from ppl_ext.kernels.metropolis import (
     truncated,
     tuned,
 )
-from ppl_ext.kernels.minibatch import Problem, Table, make_table
+from ppl_ext.kernels.minibatch import Problem, Table, current, make_table
 from ppl_ext.kernels.proximal_imh import minimise
 from ppl_ext.target import Array, PyTree
 
@@ -69,7 +69,7 @@ PROPOSALS = ("random_walk", "barker", "mala")
 _NOISE_VARIANCE = 1.0
 
 # of the steps inside a ball of bounds, those that take all data
-_FULL_SHARE = 0.02
+_FULL_SHARE = 0.01
 
 # standard deviations tau of the local centre: rho / (sqrt(d) + this)
 _LOCAL_MARGIN = 3.0
@@ -95,6 +95,7 @@ class _FitFields(NamedTuple):
     radius: Array  # () of the ball K; infinite where the bounds hold everywhere
     low: Array  # (N,) lower bounds; (0,) in the local form, where they move with its centre
     table: Table  # of the M_i
+    fingerprint: Array  # () of the data it was found for
 
 
 class Fit(Coordinates, _FitFields):
@@ -204,8 +205,7 @@ def step(state: State, problem: Problem, settings: Settings, num_warmup: int) ->
     """One transition, with adaptation while `state.i < num_warmup`."""
     key, key_noise = jax.random.split(state.rng_key)
     x = problem.ravel(state.z)
-    again = lambda at: (at[0], fit_again(at[0], at[1], problem, settings))  # noqa: E731
-    _, fit = run_if(state.stale, again, (x, state.fit))
+    fit = current_fit(state, state.stale, problem, settings)
     noise = draw_noise(key_noise, fit, settings)
     x, info = transition(noise, x, problem, settings, fit, state.step_size, state.lam)
     i = state.i + 1
@@ -312,7 +312,12 @@ def transition(
     back = log_proposal(v, w, gradient_v, step_size, proposal)
     forth = log_proposal(w, v, gradient_w, step_size, proposal)
 
-    everything = lambda at: (*at[:3], _full_log_ratio(at, problem))  # noqa: E731
+    def everything(at: Any) -> Any:
+        x, y, first, _ = at
+        data, all_of_them = problem.after(first), jnp.arange(problem.size)
+        difference = data.log_terms(y, all_of_them) - data.log_terms(x, all_of_them)
+        return x, y, first, jnp.sum(difference)
+
     start = (x, y, jnp.zeros((), jnp.int32), jnp.zeros((), x.dtype))
     *_, full_ratio = run_if(full, everything, start)
     chosen = jnp.log(share(v)) - jnp.log(share(w))
@@ -471,13 +476,6 @@ def _full_share(settings: Settings, fit: Fit, always: Array) -> Callable[[Array]
     return share
 
 
-def _full_log_ratio(at: Any, problem: Problem) -> Array:
-    x, y, first, _ = at
-    # of the loop's operands: else XLA gathers all data at every step, wanted or not
-    everything = first + jnp.arange(problem.size)
-    return jnp.sum(problem.log_terms(y, everything) - problem.log_terms(x, everything))
-
-
 def _most(fit: Fit, problem: Problem) -> Array:
     """Largest `lam` that warm-up tries: with a little more all data would be taken."""
     return jnp.maximum(0.9 * (problem.size - fit.table.total), 1e-3)
@@ -518,16 +516,24 @@ def fit_at(centre: Array, precision: Array, problem: Problem, settings: Settings
         infinite = radius
     else:
         table = make_table(2 * found * settings.local)
-    return Fit(centre, whiten, scale, infinite.astype(dtype), low.astype(dtype), table)
+    return Fit(
+        centre=centre,
+        whiten=whiten,
+        scale=scale,
+        radius=infinite.astype(dtype),
+        low=low.astype(dtype),
+        table=table,
+        fingerprint=problem.fingerprint(),
+    )
 
 
 def refresh(state: State, problem: Problem, settings: Settings) -> State:
-    """The same point with everything found again for the problem's data."""
-    fit = fit_again(problem.ravel(state.z), state.fit, problem, settings)
+    """The same point, with everything found again if the problem's data are others."""
+    fit = current_fit(state, jnp.ones_like(state.stale), problem, settings)
     return state._replace(fit=fit, stale=jnp.zeros_like(state.stale))
 
 
-def fit_again(x: Array, old: Fit, problem: Problem, settings: Settings) -> Fit:
-    """`find_fit` from `x`, with the dtypes of an earlier one."""
-    fit = find_fit(x, problem, settings)
-    return jax.tree.map(lambda new, old: new.astype(old.dtype), fit, old)
+def current_fit(state: State, stale: Array, problem: Problem, settings: Settings) -> Fit:
+    """The state's fit, or where `stale` and for other data a new one."""
+    find = lambda x, problem: find_fit(x, problem, settings)  # noqa: E731
+    return current(stale, problem.ravel(state.z), state.fit, problem, find)

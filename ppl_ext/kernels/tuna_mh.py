@@ -64,7 +64,7 @@ from ppl_ext.kernels.metropolis import (
     tuned,
 )
 from ppl_ext.kernels.metropolis import adapted as adapted_setting
-from ppl_ext.kernels.minibatch import Problem, Table, make_table
+from ppl_ext.kernels.minibatch import Problem, Table, current, make_table
 from ppl_ext.kernels.proximal_imh import minimise
 from ppl_ext.target import Array, PyTree
 
@@ -102,6 +102,7 @@ class _FitFields(NamedTuple):
     hessian: Array  # (d, d) the same
     radius: Array  # () of the ball on which the bounds hold
     table: Table
+    fingerprint: Array  # () of the data it was found for
 
 
 class Fit(Coordinates, _FitFields):
@@ -205,8 +206,7 @@ def step(state: State, problem: Problem, settings: Settings, num_warmup: int) ->
     """One transition, with adaptation while `state.i < num_warmup`."""
     key, key_noise = jax.random.split(state.rng_key)
     x = problem.ravel(state.z)
-    again = lambda at: (at[0], fit_again(at[0], at[1], problem, settings))  # noqa: E731
-    _, fit = run_if(state.stale, again, (x, state.fit))
+    fit = current_fit(state, state.stale, problem, settings)
     noise = draw_noise(key_noise, fit, problem, settings)
     x, info = transition(noise, x, problem, settings, fit, state.step_size, state.chi)
     i = state.i + 1
@@ -290,8 +290,16 @@ def transition(
     kept_ratio, num_drawn, num_kept, variance, violations = minibatch_log_ratio(
         noise, x, y, gap, chi, rate, problem, settings, fit
     )
-    everything = lambda at: (*at[:3], _full_log_ratio(at, problem, settings))  # noqa: E731
-    *_, full_ratio = run_if(full & go, everything, (x, y, fit, jnp.zeros((), w.dtype)))
+
+    def everything(at: Any) -> Any:
+        x, y, first, _ = at
+        data = problem.after(first)
+        all_of_them = jnp.arange(problem.size)
+        difference, _ = remainder_difference(y, x, all_of_them, data, settings, fit)
+        return x, y, first, jnp.sum(difference)
+
+    start = (x, y, jnp.zeros((), jnp.int32), jnp.zeros((), w.dtype))
+    *_, full_ratio = run_if(full & go, everything, start)
     log_ratio = kept_ratio + full_ratio
     if settings.delayed:
         prob = acceptance(log_ratio)
@@ -440,19 +448,20 @@ def fit_at(mode: Array, precision: Array, problem: Problem, settings: Settings) 
         hessian=hessian,
         radius=jnp.where(everywhere, jnp.inf, radius),
         table=make_table(jnp.where(everywhere, forever, local).astype(mode.dtype)),
+        fingerprint=problem.fingerprint(),
     )
 
 
 def refresh(state: State, problem: Problem, settings: Settings) -> State:
-    """The same point with everything found again for the problem's data."""
-    fit = fit_again(problem.ravel(state.z), state.fit, problem, settings)
+    """The same point, with everything found again if the problem's data are others."""
+    fit = current_fit(state, jnp.ones_like(state.stale), problem, settings)
     return state._replace(fit=fit, stale=jnp.zeros_like(state.stale))
 
 
-def fit_again(x: Array, old: Fit, problem: Problem, settings: Settings) -> Fit:
-    """`find_fit` from `x`, with the dtypes of an earlier one."""
-    fit = find_fit(x, problem, settings)
-    return jax.tree.map(lambda new, old: new.astype(old.dtype), fit, old)
+def current_fit(state: State, stale: Array, problem: Problem, settings: Settings) -> Fit:
+    """The state's fit, or where `stale` and for other data a new one."""
+    find = lambda x, problem: find_fit(x, problem, settings)  # noqa: E731
+    return current(stale, problem.ravel(state.z), state.fit, problem, find)
 
 
 # --- small parts --------------------------------------------------------------------------------
@@ -489,12 +498,3 @@ def _base(problem: Problem, settings: Settings, fit: Fit) -> Callable[[Array], A
         return value
 
     return base
-
-
-def _full_log_ratio(
-    at: tuple[Array, Array, Fit, Array], problem: Problem, settings: Settings
-) -> Array:
-    x, y, fit, _ = at
-    everything = jnp.arange(problem.size)
-    difference, _ = remainder_difference(y, x, everything, problem, settings, fit)
-    return jnp.sum(difference)

@@ -114,8 +114,7 @@ class Kernel(MCMCKernel):
             rng_key, key_start = (split[:, 0], split[:, 1]) if batched else split
             z = self._start(key_start, init_params, batched, model_args, model_kwargs)
         bound = self._bind(self._target, model_args, model_kwargs)
-        # one program compiles much faster than its operations one by one
-        state = jax.jit(lambda key, z: self._init_chains(key, z, bound, batched))(rng_key, z)
+        state = self._compiled_init(rng_key, z, bound, batched)
         if all(map(not_jax_tracer, jax.tree.leaves(state))):
             self._check_start(state, model_args, model_kwargs)
         # MCMC calls `init` again before every run unless it finds this attribute set
@@ -125,6 +124,10 @@ class Kernel(MCMCKernel):
     def _bind(self, target: Target, model_args: tuple, model_kwargs: dict[str, Any]) -> Any:
         """What `_init`, `_step` and `_refresh` are given: the target with its data."""
         return target.bind(*model_args, **model_kwargs)
+
+    def _compiled_init(self, rng_key: Array, z: PyTree, bound: Any, batched: bool) -> Any:
+        # one program compiles much faster than its operations one by one
+        return jax.jit(lambda key, z: self._init_chains(key, z, bound, batched))(rng_key, z)
 
     def _init_chains(self, rng_key: Array, z: PyTree, bound: Any, batched: bool) -> Any:
         start = lambda key, z: self._init(key, z, bound)  # noqa: E731

@@ -6,6 +6,7 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
+from zlib import crc32
 
 import jax
 import jax.numpy as jnp
@@ -191,15 +192,31 @@ class MinibatchKernel(Kernel):
         return constrain
 
     def _bind(self, target: Target, model_args: tuple, model_kwargs: dict[str, Any]) -> Problem:
+        leaves, tree = jax.tree.flatten(as_arrays(model_args, model_kwargs))
+        arrays = [isinstance(leaf, jax.Array) for leaf in leaves]
+        others = [leaf for leaf, array in zip(leaves, arrays, strict=True) if not array]
+        # numbers that a program is compiled for, and functions by their address
+        seed = jnp.asarray(crc32(repr(others).encode()), jnp.uint32)
+
+        def given(data: tuple[Array, ...]) -> Problem:
+            rest, values = iter(others), iter(data[1:])
+            found = [next(values) if array else next(rest) for array in arrays]
+            args, kwargs = jax.tree.unflatten(tree, found)
+            return self._problem(target, args, kwargs)._replace(data=data, given=given)
+
+        data = (seed, *(leaf for leaf, array in zip(leaves, arrays, strict=True) if array))
+        self._check_indices(target.bind(*model_args, **model_kwargs), self._found_plate)
+        return given(data)
+
+    def _problem(self, target: Target, model_args: tuple, model_kwargs: dict[str, Any]) -> Problem:
+        """The problem of these data."""
         plate, bound = self._found_plate, target.bind(*model_args, **model_kwargs)
         (size,) = (p.size for p in target.plates if p.name == plate)
         assert bound.log_base is not None and bound.log_likelihood_terms is not None
         base, terms = bound.log_base, bound.log_likelihood_terms
-        self._check_indices(bound, plate, size)
-        origin = jnp.zeros(target.size)
         bounds = self._bounds
         if isinstance(bounds, str):
-            bounds = self._make_bounds(bound, plate, size, origin)
+            bounds = self._make_bounds(bound, plate, size, jnp.zeros(target.size))
         return Problem(
             size=size,
             log_base=lambda x: base(bound.unravel(x), plate),
@@ -209,8 +226,9 @@ class MinibatchKernel(Kernel):
             unravel=bound.unravel,
         )
 
-    def _check_indices(self, target: Target, plate: str, size: int) -> None:
+    def _check_indices(self, target: Target, plate: str) -> None:
         """The data must follow the plate's indices: two of them give two data."""
+        (size,) = (p.size for p in target.plates if p.name == plate)
         if size == 2:
             return
 
@@ -242,6 +260,17 @@ class MinibatchKernel(Kernel):
                 )
 
     # --- start ----------------------------------------------------------------------------------
+
+    def _compiled_init(self, rng_key: Array, z: PyTree, bound: Problem, batched: bool) -> Any:
+        assert bound.given is not None
+        given = bound.given
+
+        # the data as arguments: XLA would compute with constants while it compiles
+        @jax.jit
+        def start(rng_key: Array, z: PyTree, data: tuple[Array, ...]) -> Any:
+            return self._init_chains(rng_key, z, given(data), batched)
+
+        return start(rng_key, z, bound.data)
 
     def _init_chains(self, rng_key: Array, z: PyTree, bound: Problem, batched: bool) -> Any:
         one = jax.tree.map(lambda leaf: leaf[0], z) if batched else z

@@ -172,8 +172,8 @@ class PoissonMH(MinibatchKernel):
     def _make_bounds(self, target: Target, plate: str, size: int, z: Array) -> Bounds:
         return self._derivative_bounds(target, plate, size, z, order=0)
 
-    def _bind(self, target: Target, model_args: tuple, model_kwargs: dict[str, Any]) -> Problem:
-        problem = super()._bind(target, model_args, model_kwargs)
+    def _problem(self, target: Target, model_args: tuple, model_kwargs: dict[str, Any]) -> Problem:
+        problem = super()._problem(target, model_args, model_kwargs)
         beta = 1 / self._temperature
 
         def bounds(mode: Array, scale: Array, radius: Array) -> Any:

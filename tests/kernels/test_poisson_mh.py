@@ -237,7 +237,7 @@ def test_outside_the_ball_of_the_bounds_all_data_are_taken_and_sometimes_inside(
     options = poisson_mh.Settings(proposal="random_walk", chunk_size=CHUNK)
     fit = jax.jit(lambda *at: poisson_mh.fit_at(*at, problem(), options))(jnp.zeros(2), jnp.eye(2))
     fit = fit._replace(radius=jnp.asarray(0.9))
-    share = lambda z: 0.02 if np.linalg.norm(z) <= 0.9 else 1.0  # noqa: E731
+    share = lambda z: 0.01 if np.linalg.norm(z) <= 0.9 else 1.0  # noqa: E731
     pairs, info = moves(options, fit, 0.0)
     assert info.fallback.all() and (info.num_drawn == 2).all()
     ratio = [np.exp(log_posterior(b) - log_posterior(a)) * share(b) / share(a) for a, b in pairs]

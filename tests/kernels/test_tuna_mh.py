@@ -291,6 +291,35 @@ def test_a_million_data_are_drawn_with_the_probability_of_their_bound(dtype):
     assert table.find(jnp.asarray(ends)).tolist() == [0, 7, 8, c.size - 1]
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 65, 1000])
+def test_a_datum_is_found_from_the_guide(size):
+    """The same as by bisection, with equal, few and very unequal weights."""
+    rng = np.random.default_rng(size)
+    for c in (np.ones(size), np.arange(size) % 7 == 0, np.exp(5 * rng.normal(size=size))):
+        table = minibatch.make_table(jnp.asarray(c, float))
+        stops = np.asarray(table.cumulative)
+        position = np.concatenate([stops, stops - 1, rng.integers(0, stops[-1], 1000)])
+        position = jnp.asarray(position[(position >= 0) & (position < stops[-1])])
+        found = jnp.searchsorted(table.cumulative, position, side="right")
+        assert (table.find(position) == found).all()
+    # a few steps for any number of data
+    assert minibatch.make_table(jnp.ones(size)).num_steps <= 2
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64, bool, jnp.int32])
+def test_other_data_have_another_fingerprint(dtype):
+    """Also where two values change places; chance of a collision below 1e-5 for all pairs."""
+    values = jnp.asarray(np.random.default_rng(0).integers(0, 2, 256), dtype)
+    one, zero = jnp.ones((), dtype), jnp.zeros((), dtype)
+    versions = {minibatch._hash(values).item(), minibatch._hash(values[:-1]).item()}
+    flipped = [values.at[i].set(jnp.where(values[i] == zero, one, zero)) for i in (0, 1, 255)]
+    first, last = jnp.argmin(values), 255 - jnp.argmax(values[::-1])
+    swapped = values.at[first].set(values[last]).at[last].set(values[first])
+    assert (swapped != values).any()
+    versions |= {minibatch._hash(v).item() for v in (*flipped, swapped, values[::-1])}
+    assert len(versions) == 7
+
+
 def test_tables_without_bounds_and_with_infinite_ones():
     assert minibatch.make_table(jnp.zeros(3)).total == 0
     assert minibatch.make_table(jnp.array([1.0, jnp.inf])).total == jnp.inf
