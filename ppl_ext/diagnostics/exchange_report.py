@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,9 @@ from ppl_ext import _arviz
 
 if TYPE_CHECKING:
     from numpyro.infer import MCMC
+
+# acceptance of a run that has gone wrong
+_LOW = 0.1
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,11 @@ def exchange_report(run: MCMC, *, lengths: Sequence[int] = (1, 2, 4)) -> Exchang
     ValueError
         When it has not been run, or `lengths` does not begin with 1 or does not grow.
 
+    Warns
+    -----
+    UserWarning
+        When the mean acceptance is below 0.1.
+
     Notes
     -----
     With exact simulators nothing is repeated.
@@ -123,11 +132,17 @@ def exchange_report(run: MCMC, *, lengths: Sequence[int] = (1, 2, 4)) -> Exchang
         own = length == max(found)
         moments["shift"] = (last["mean"] - moments["mean"]) / last["sd"]
         moments["shift_mcse"] = 0.0 if own else np.hypot(last["mcse"], moments["mcse"]) / last["sd"]
+    accepted = stats["acceptance_rate" if "acceptance_rate" in stats else "accept_prob"].mean()
+    if accepted < _LOW:
+        warnings.warn(
+            f"The mean acceptance of the run is {float(accepted):.3f}: the chains hardly move, and "
+            f"Monte Carlo errors are larger than they look. Above {_LOW} is usual, 0.23 best. Take "
+            "more `num_warmup`, or start near the posterior by `init_strategy`.",
+            stacklevel=2,
+        )
     return ExchangeReport(
         exact=exact,
-        accept_prob=float(
-            stats["acceptance_rate" if "acceptance_rate" in stats else "accept_prob"].mean()
-        ),
+        accept_prob=float(accepted),
         sim_effort=float(stats["sim_effort"].mean()),
         num_overflow=int(stats["num_overflow"].isel(draw=-1).sum()),
         table=pd.concat(found, axis=1),

@@ -58,7 +58,9 @@ PROPOSALS = ("random_walk", "mala", "barker")
 _FIRST_STEP = {"random_walk": 2.38 / math.sqrt(2), "mala": 1.9, "barker": 1.9}
 
 # stochastic approximation: rounds, and draws in each
-_ROUNDS, _BATCH = 30, 32
+_ROUNDS, _BATCH = 40, 32
+# standard deviations that a round goes at most, at first
+_REACH = 2.0
 
 # draws of warm-up that weigh as much as the approximation at the start, for each coordinate
 _PRIOR_DRAWS = 50
@@ -174,13 +176,17 @@ class State(NamedTuple):
         return self.adapt_state.step_size.value
 
 
-def init(key: Array, x: Array, problem: Problem, settings: Settings) -> State:
-    """State at `x`, shape (d,)."""
+def init(key: Array, x: Array, problem: Problem, settings: Settings, *, stay: bool = True) -> State:
+    """State at `x`, shape (d,), or unless `stay` at a draw of the approximation found near."""
     dtype = jnp.result_type(x, jnp.float32)
     x, size = x.astype(dtype), x.size
-    key, key_fit = jax.random.split(key)
+    key, key_fit, key_start = jax.random.split(key, 3)
     identity = jnp.eye(size, dtype=dtype)
     fit = find_fit(key_fit, x, identity, jnp.asarray(_ROUNDS), problem, settings)
+    if not stay:
+        # from far away all of warm-up would go by on the way
+        drawn = fit.from_standard(jax.random.normal(key_start, (size,), dtype))
+        x = jnp.where(jnp.isfinite(problem.log_unnormalised(drawn)), drawn, x)
     step_size = settings.step_size or _FIRST_STEP[settings.proposal] / math.sqrt(size)
     zero, none = jnp.zeros((), dtype), jnp.zeros((), jnp.int32)
     return State(
@@ -372,37 +378,44 @@ def find_fit(
         drawn = jax.vmap(problem.simulate, (None, 0))(x, jax.random.split(key, _BATCH))
         return drawn.stats, jax.vmap(score, (None, 0))(x, drawn.stats)
 
-    def improved(x: Array, fisher: Array, precision: Array, found: Array, j: Array) -> Any:
+    def improved(guess: _Guess, found: Array, j: Array) -> _Guess:
+        x = guess.x
         gain = 1 / jnp.maximum(j + 2 - rounds // 2, 1).astype(x.dtype)
-        new_fisher = fisher + jnp.maximum(gain, 0.2) * (covariance(found) - fisher)
+        fisher = guess.fisher + jnp.maximum(gain, 0.2) * (covariance(found) - guess.fisher)
         slope = jax.grad(problem.log_unnormalised)(x) - found.mean(0)
-        curvature = _positive(new_fisher - jax.hessian(problem.log_tractable)(x))
+        curvature = _positive(fisher - jax.hessian(problem.log_tractable)(x))
         move = gain * jnp.linalg.solve(curvature, slope)
-        # at most two standard deviations, and one unit
-        length = jnp.maximum(jnp.sqrt(move @ curvature @ move) / 2, jnp.linalg.norm(move))
-        y = x + move / jnp.maximum(length, 1)
-        good = (j < rounds) & jnp.isfinite(y).all() & jnp.isfinite(curvature).all()
-        new, old = (y, new_fisher, curvature), (x, fisher, precision)
-        return [jnp.where(good, a, b) for a, b in zip(new, old, strict=True)]
+        # at most `reach` standard deviations, and one unit
+        length = jnp.sqrt(move @ curvature @ move) / guess.reach
+        move = move / jnp.maximum(jnp.maximum(length, jnp.linalg.norm(move)), 1)
+        # farther while the moves go one way: many data put a start a hundred of them away
+        onward = move @ curvature @ guess.move > 0
+        reach = jnp.where(onward, 2 * guess.reach, _REACH)
+        new = _Guess(x + move, fisher, curvature, move, reach)
+        good = (j < rounds) & jnp.isfinite(new.x).all() & jnp.isfinite(curvature).all()
+        return jax.tree.map(lambda a, b: jnp.where(good, a, b), new, guess)
 
-    def turn(j: Array, carry: Any) -> Any:
-        x, fisher, precision, pool = carry
-        drawn = scores(x, jax.random.fold_in(key, j))
+    def turn(j: Array, carry: tuple[_Guess, Any]) -> tuple[_Guess, Any]:
+        guess, pool = carry
+        drawn = scores(guess.x, jax.random.fold_in(key, j))
         # what the rounds write is written over
         slot = jnp.maximum(j - rounds, 0)
         pool = jax.tree.map(lambda leaf, new: leaf.at[slot].set(new), pool, drawn)
-        return *improved(x, fisher, precision, drawn[1], j), pool
+        return improved(guess, drawn[1], j), pool
 
     empty = jax.tree.map(
         lambda leaf: jnp.zeros((batches, *leaf.shape), leaf.dtype),
         jax.eval_shape(scores, start, key),
     )
-    carry = (start, jnp.zeros_like(precision), precision, empty)
-    centre, _, precision, drawn = jax.lax.fori_loop(0, rounds + batches, turn, carry)
+    none = jnp.zeros_like(start)
+    reach = jnp.asarray(_REACH, start.dtype)
+    guess = _Guess(start, jnp.zeros_like(precision), precision, none, reach)
+    guess, drawn = jax.lax.fori_loop(0, rounds + batches, turn, (guess, empty))
+    centre = guess.x
     pool, found = jax.tree.map(
         lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[: settings.pool], drawn
     )
-    precision = _positive(precision)
+    precision = _positive(guess.precision)
     whiten = jnp.linalg.cholesky(precision).T
     return Fit(
         centre=centre,
@@ -413,6 +426,16 @@ def find_fit(
         pool_log_f=jax.vmap(problem.log_f, in_axes=(None, 0))(centre, pool),
         observed=problem.observed,
     )
+
+
+class _Guess(NamedTuple):
+    """What stochastic approximation improves."""
+
+    x: Array  # (d,)
+    fisher: Array  # (d, d) Fisher information
+    precision: Array  # (d, d) of the posterior
+    move: Array  # (d,) the last one
+    reach: Array  # () standard deviations that the next may go
 
 
 def covariance(rows: Array) -> Array:

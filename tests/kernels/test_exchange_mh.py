@@ -232,6 +232,22 @@ def normal_problem(observed):
 
 Y = np.array([2.0, -1.0, 1.5, 0.4])
 PRECISION = DESIGN.T @ DESIGN + np.eye(2)
+NARROW = 1e4 * DESIGN.T @ DESIGN + np.eye(2)
+
+
+def narrow_problem():
+    """As `normal_problem`, with observations of the standard deviation 1/100."""
+    wide = normal_problem(Y)
+
+    def simulate(x, key):
+        noise = jax.random.normal(key, (4,)) / 100
+        return wide.simulate(x, key)._replace(stats={"y": jnp.asarray(DESIGN) @ x + noise})
+
+    return wide._replace(
+        log_f=lambda x, data: {"y": 1e4 * data["y"] * (jnp.asarray(DESIGN) @ x)},
+        simulate=simulate,
+        observed={"y": jnp.asarray(Y) / 100},
+    )
 
 
 def test_stochastic_approximation_finds_the_mode_and_the_metric():
@@ -251,6 +267,24 @@ def test_stochastic_approximation_finds_the_mode_and_the_metric():
     assert found.pool["y"].shape == (200, 4)
     log_f = found.pool["y"] * (DESIGN @ found.centre)
     np.testing.assert_allclose(found.pool_log_f["y"], log_f)
+
+
+@pytest.mark.parametrize("distance", [100.0, pytest.param(1000.0, marks=pytest.mark.slow)])
+def test_a_start_many_standard_deviations_away_is_no_obstacle(distance):
+    """Centre within a standard deviation, metric within a factor of two; the chain starts there."""
+    settings, problem = exchange_mh.Settings(), narrow_problem()
+    start = jnp.full(2, distance / 100)
+    state = jax.jit(lambda key: exchange_mh.init(key, start, problem, settings, stay=False))(
+        jax.random.key(0)
+    )
+    for x, reach in ((state.fit.centre, 1.0), (state.z["z"], 5.0)):
+        error = np.asarray(x) - np.linalg.solve(NARROW, 1e4 * DESIGN.T @ (Y / 100))
+        assert error @ NARROW @ error < reach**2
+    ratio = np.linalg.eigvals(np.linalg.solve(NARROW, state.fit.whiten.T @ state.fit.whiten))
+    assert (ratio > 0.5).all() and (ratio < 2).all()
+    # and where the start is asked for, it is kept
+    state = exchange_mh.init(jax.random.key(0), start, problem, settings)
+    assert (state.z["z"] == start).all()
 
 
 def test_warm_up_tunes_then_freezes_and_new_data_bring_a_new_centre():

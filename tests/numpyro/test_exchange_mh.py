@@ -201,6 +201,12 @@ def test_a_run_finds_the_exact_posterior_and_becomes_arviz():
     report = exchange_report(mcmc)
     assert report.exact and "exact simulations" in str(report)
 
+    accept_prob = mcmc._states["accept_prob"]
+    mcmc._states["accept_prob"] = np.broadcast_to(0.05, accept_prob.shape)
+    with pytest.warns(UserWarning, match=r"mean acceptance of the run is 0.050.*init_strategy"):
+        exchange_report(mcmc)
+    mcmc._states["accept_prob"] = accept_prob
+
     mcmc._states["num_overflow"] = mcmc._states["num_overflow"] + 1
     with pytest.warns(UserWarning, match="reached their limit 1 times"):
         ppl_ext.to_arviz(mcmc)
