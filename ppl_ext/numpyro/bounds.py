@@ -23,7 +23,7 @@ from numpyro.distributions import conjugate, continuous, discrete
 from ppl_ext.errors import UnsupportedModelError
 from ppl_ext.target import Array
 
-Link = Literal["identity", "exp", "softplus", "logistic"]
+Link = Literal["identity", "exp", "softplus", "logistic", "probit"]
 Derivatives = Callable[[Any, Array, Array, Array], tuple[Any, Any, Any]]
 
 _INVERSE: dict[str, Callable[[Array], Array]] = {
@@ -31,11 +31,16 @@ _INVERSE: dict[str, Callable[[Array], Array]] = {
     "exp": jnp.log,
     "softplus": lambda p: p + jnp.log(-jnp.expm1(-p)),
     "logistic": lambda p: jnp.log(p) - jnp.log1p(-p),
+    "probit": jax.scipy.special.ndtri,
 }
 
 # suprema, rounded up: of |s''| and |s'''| of the logistic function's integral s = softplus
 _K2, _K3 = 0.25, 0.0962251  # 1 / (6 sqrt 3)
 _INF = math.inf
+
+# the link of a site with a latent scale
+_SCALED = "scaled"
+_EXCEPT = " in another way than as the exponential of an affine function"
 
 
 @dataclass(frozen=True)
@@ -55,16 +60,29 @@ class Rule:
         Attributes that must not depend on latent sites.
     vector : bool
         Whether the predictor has a trailing axis; suprema are then operator norms.
+    scaled : callable, optional
+        As one of `derivatives`, for an identity link and a latent `scale` that is the exponential
+        of an affine predictor: suprema of the norms of the derivatives in (predictor, log scale);
+        `low` and `high` have a trailing axis of these two.
     """
 
     parameter: str
     derivatives: Mapping[str, Derivatives]
     constants: tuple[str, ...] = ()
     vector: bool = False
+    scaled: Derivatives | None = None
 
 
 def _bernoulli(fn: Any, y: Array, low: Array, high: Array) -> tuple[Any, Any, Any]:
     return 1.0, _K2, _K3
+
+
+def _probit(fn: Any, y: Array, low: Array, high: Array) -> tuple[Any, Any, Any]:
+    # log Phi(s), s = eta or -eta: its slope, the inverse Mills ratio, falls in s
+    least = jnp.where(y > 0, low, -high)
+    slope = jnp.exp(-(least**2) / 2 - jax.scipy.special.log_ndtr(least)) / math.sqrt(2 * math.pi)
+    # sup |third derivative| = 0.2957...
+    return jnp.where(jnp.isfinite(least), slope, _INF), 1.0, 0.2958
 
 
 def _binomial(fn: Any, y: Array, low: Array, high: Array) -> tuple[Any, Any, Any]:
@@ -98,6 +116,51 @@ def _laplace(fn: Any, y: Array, low: Array, high: Array) -> tuple[Any, Any, Any]
 def _normal(fn: Any, y: Array, low: Array, high: Array) -> tuple[Any, Any, Any]:
     farthest = jnp.maximum(jnp.abs(y - low), jnp.abs(y - high))
     return farthest / fn.scale**2, fn.scale**-2.0, 0.0
+
+
+def _normal_scaled(fn: Any, y: Array, low: Array, high: Array) -> tuple[Any, Any, Any]:
+    # psi = -s - r^2 / 2, r = (y - eta) exp(-s), s the log scale
+    weight, least = jnp.exp(-low[..., 1]), jnp.exp(-high[..., 1])
+    farthest = jnp.maximum(jnp.abs(y - low[..., 0]), jnp.abs(y - high[..., 0]))
+    nearest = jnp.maximum(jnp.maximum(low[..., 0] - y, y - high[..., 0]), 0.0)
+    r, slope = farthest * weight, farthest * weight**2
+    slope_s = jnp.maximum(jnp.abs(r**2 - 1), jnp.abs((nearest * least) ** 2 - 1))
+    return _norms(
+        (slope, slope_s),
+        (weight**2, 2 * slope, 2 * r**2),
+        (0.0, 2 * weight**2, 4 * slope, 4 * r**2),
+    )
+
+
+def _student_t_scaled(fn: Any, y: Array, low: Array, high: Array) -> tuple[Any, Any, Any]:
+    return _heavy_tailed_scaled(fn.df, low)
+
+
+def _cauchy_scaled(fn: Any, y: Array, low: Array, high: Array) -> tuple[Any, Any, Any]:
+    return _heavy_tailed_scaled(1.0, low)
+
+
+def _heavy_tailed_scaled(df: Any, low: Array) -> tuple[Any, Any, Any]:
+    # with rho = r / sqrt(df) all derivatives are df + 1 times bounded functions of rho:
+    # 2 rho / (1 + rho^2)^2 <= 0.64952, |2 rho - 6 rho^3| / (1 + rho^2)^3 <= 0.548738 and
+    # 4 rho^2 |1 - rho^2| / (1 + rho^2)^3 <= 0.384901
+    weight = jnp.exp(-low[..., 1])
+    n, root = df + 1, weight / jnp.sqrt(df)
+    return _norms(
+        (n / 2 * root, jnp.maximum(1.0, df)),
+        (n * root**2, 0.649520 * n * root, n / 2),
+        (1.457107 * n * root**3, 2 * n * root**2, 0.548738 * n * root, 0.384901 * n),
+    )
+
+
+def _norms(*derivatives: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+    """Norms of the derivatives of order 1 to 3 in two variables: binomial counts of equal ones."""
+    found = []
+    for each in derivatives:
+        order = len(each) - 1
+        found.append(jnp.sqrt(sum(math.comb(order, k) * d**2 for k, d in enumerate(each))))
+    first, second, third = found
+    return first, second, third
 
 
 def _poisson_log(fn: Any, y: Array, low: Array, high: Array) -> tuple[Any, Any, Any]:
@@ -134,16 +197,16 @@ def _ordered(fn: Any, y: Array, low: Array, high: Array) -> tuple[Any, Any, Any]
 
 _RULES: dict[type, Rule] = {
     discrete.BernoulliLogits: Rule("logits", {"identity": _bernoulli}),
-    discrete.BernoulliProbs: Rule("probs", {"logistic": _bernoulli}),
+    discrete.BernoulliProbs: Rule("probs", {"logistic": _bernoulli, "probit": _probit}),
     discrete.BinomialLogits: Rule("logits", {"identity": _binomial}, ("total_count",)),
     discrete.BinomialProbs: Rule("probs", {"logistic": _binomial}, ("total_count",)),
     discrete.CategoricalLogits: Rule("logits", {"identity": _categorical}, vector=True),
     dist.OrderedLogistic: Rule("predictor", {"identity": _ordered}, ("cutpoints",)),
-    dist.StudentT: Rule("loc", {"identity": _student_t}, ("df", "scale")),
-    dist.Cauchy: Rule("loc", {"identity": _cauchy}, ("scale",)),
+    dist.StudentT: Rule("loc", {"identity": _student_t}, ("df", "scale"), scaled=_student_t_scaled),
+    dist.Cauchy: Rule("loc", {"identity": _cauchy}, ("scale",), scaled=_cauchy_scaled),
     continuous.Logistic: Rule("loc", {"identity": _logistic}, ("scale",)),
     dist.Laplace: Rule("loc", {"identity": _laplace}, ("scale",)),
-    dist.Normal: Rule("loc", {"identity": _normal}, ("scale",)),
+    dist.Normal: Rule("loc", {"identity": _normal}, ("scale",), scaled=_normal_scaled),
     dist.Poisson: Rule("rate", {"exp": _poisson_log, "softplus": _poisson_softplus}),
     dist.NegativeBinomial2: Rule("rate", {"exp": _negative_binomial}, ("concentration",)),
     conjugate.NegativeBinomialLogits: Rule(
@@ -247,10 +310,14 @@ def links(kernel: str, observed: Callable[[Array], Mapping[str, Any]], z: Array)
             )
         found[name] = label
         for constant in rule.constants:
-            if next(labels) != "const":
+            label = next(labels)
+            if label == "exp" and constant == "scale" and rule.scaled is not None:
+                found[name] = _SCALED
+            elif label != "const":
                 raise UnsupportedModelError(
                     f"{kernel} needs a constant `{constant}` at site '{name}' ({family}), but it "
-                    "depends on latent sites. Fix it, or give `bounds`."
+                    f"depends on latent sites{_EXCEPT if rule.scaled else ''}. Fix it, or give "
+                    "`bounds`."
                 )
     return found
 
@@ -296,10 +363,11 @@ def derivative_bounds(
         norm, eta = jnp.sqrt(squares[name].sum(0)), centre[name]
         reach = jnp.where(norm > 0, norm * radius, 0.0)
         values = jnp.broadcast_to(site.value, site.shape)
-        suprema = rule.derivatives[links[name]](
-            site.distribution, values, eta - reach, eta + reach
-        )[order]
-        if rule.vector:
+        scaled = links[name] == _SCALED
+        derivatives = rule.scaled if scaled else rule.derivatives[links[name]]
+        assert derivatives is not None
+        suprema = derivatives(site.distribution, values, eta - reach, eta + reach)[order]
+        if rule.vector or scaled:
             # the Frobenius norm of the predictor's slope is no smaller than its operator norm
             norm = jnp.sqrt((norm**2).sum(-1))
         # where the predictor does not move, neither does the term
@@ -313,6 +381,9 @@ def derivative_bounds(
 def _predictor(site: Any, link: str) -> Array:
     rule = rule_of(site.distribution)
     assert rule is not None
+    if link == _SCALED:
+        both = getattr(site.distribution, rule.parameter), jnp.log(site.distribution.scale)
+        return jnp.stack([jnp.broadcast_to(part, site.shape) for part in both], -1)
     value = _INVERSE[link](jnp.asarray(getattr(site.distribution, rule.parameter)))
     return jnp.broadcast_to(value, site.shape + value.shape[-1:] if rule.vector else site.shape)
 
@@ -426,13 +497,15 @@ def _walk(jaxpr: Any, inputs: list[str | None]) -> list[str | None]:
     labels: dict[Any, str | None] = dict(zip(jaxpr.invars, inputs, strict=True))
     labels.update(dict.fromkeys(jaxpr.constvars, "const"))
 
-    def read(variable: Any) -> str | None:
-        return "const" if isinstance(variable, JaxLiteral) else labels[variable]
-
+    has_erf = any(equation.primitive.name == "erf" for equation in jaxpr.eqns)
     for equation in jaxpr.eqns:
-        found = _equation(equation, [read(v) for v in equation.invars])
+        found = _equation(equation, [_label(labels, v) for v in equation.invars])
         labels.update(zip(equation.outvars, found, strict=True))
-    return [read(v) for v in jaxpr.outvars]
+        if has_erf and equation.primitive.name == "mul" and found == [None]:
+            (made,) = equation.outvars
+            if _history(jaxpr, made, labels) == _probit_link(made.aval.shape, str(made.aval.dtype)):
+                labels[made] = "probit"
+    return [_label(labels, v) for v in jaxpr.outvars]
 
 
 def _equation(equation: Any, inputs: list[str | None]) -> list[str | None]:
@@ -501,3 +574,39 @@ def _softplus(shape: tuple[int, ...], dtype: str) -> str:
     """The operations of `jax.nn.softplus`, as they stand inside a call."""
     closed = jax.make_jaxpr(jax.nn.softplus)(jax.ShapeDtypeStruct(shape, dtype))
     return str(closed.jaxpr.eqns[0].params["jaxpr"].jaxpr)
+
+
+@cache
+def _probit_link(shape: tuple[int, ...], dtype: str) -> list[str]:
+    """The operations of the standard normal distribution function, which are no call."""
+    closed = jax.make_jaxpr(jax.scipy.special.ndtr)(jax.ShapeDtypeStruct(shape, dtype))
+    labels: dict[Any, str | None] = dict.fromkeys(closed.jaxpr.invars, "identity")
+    for equation in closed.jaxpr.eqns:
+        found = _equation(equation, [_label(labels, v) for v in equation.invars])
+        labels.update(zip(equation.outvars, found, strict=True))
+    return _history(closed.jaxpr, closed.jaxpr.outvars[0], labels)
+
+
+def _history(jaxpr: Any, variable: Any, labels: Mapping[Any, str | None]) -> list[str]:
+    """The operations that make a variable of affine ones, with numbers in place of names."""
+    makers = {v: equation for equation in jaxpr.eqns for v in equation.outvars}
+    numbers: dict[Any, int] = {}
+    lines: list[str] = []
+
+    def visit(variable: Any) -> str:
+        if isinstance(variable, JaxLiteral):
+            return str(variable.val)
+        if variable not in numbers:
+            if labels.get(variable) is None and variable in makers:
+                equation = makers[variable]
+                inputs = [visit(v) for v in equation.invars]
+                lines.append(f"{equation.primitive} {inputs} {equation.params}")
+            numbers[variable] = len(numbers)
+        return f"v{numbers[variable]}"
+
+    visit(variable)
+    return lines
+
+
+def _label(labels: Mapping[Any, str | None], variable: Any) -> str | None:
+    return "const" if isinstance(variable, JaxLiteral) else labels[variable]

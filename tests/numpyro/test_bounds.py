@@ -18,6 +18,9 @@ CASES = {
     "Bernoulli probs": (
         lambda e: dist.Bernoulli(probs=jax.nn.sigmoid(e)), "logistic", [0, 1], INF, (0, 1, 2)
     ),
+    "Bernoulli probit": (
+        lambda e: dist.Bernoulli(probs=dist.Normal().cdf(e)), "probit", [0, 1], 3.0, (0, 2)
+    ),
     "Binomial": (
         lambda e: dist.Binomial(5, logits=e), "identity", [0, 2, 5], INF, (1, 2)
     ),
@@ -99,6 +102,39 @@ def test_suprema_of_a_categorical_distribution():
     assert 0.9 * first < slope.max() <= first and 0.9 * second < curve.max() <= second
 
 
+@pytest.mark.parametrize(
+    "make", [dist.Normal, lambda m, s: dist.StudentT(3.0, m, s), dist.Cauchy], ids=["n", "t", "c"]
+)
+def test_suprema_with_a_latent_scale(make):
+    """Against derivatives along lines in (predictor, log scale)."""
+    y, low, high = 0.3, jnp.array([-1.0, -0.7]), jnp.array([1.5, 0.4])
+    rule = bounds.rule_of(make(0.0, 1.0))
+    suprema = rule.scaled(make(0.0, 1.0), y, low, high)
+    points = jnp.stack(
+        jnp.meshgrid(*(jnp.linspace(a, b, 41) for a, b in zip(low, high, strict=True))), -1
+    )
+    points = points.reshape(-1, 2)
+    angles = jnp.linspace(0, jnp.pi, 61)
+    directions = jnp.stack([jnp.cos(angles), jnp.sin(angles)], -1)
+
+    @jax.jit
+    def largest():
+        def along(point, direction):
+            def f(t):
+                eta, log_scale = point + t * direction
+                return make(eta, jnp.exp(log_scale)).log_prob(y)
+
+            first = jax.grad(f)
+            second = jax.grad(first)
+            return jnp.abs(jnp.stack([first(0.0), second(0.0), jax.grad(second)(0.0)]))
+
+        found = jax.vmap(jax.vmap(along, (None, 0)), (0, None))(points, directions)
+        return found.max((0, 1))
+
+    ratio = np.asarray(largest()) / np.array([float(k) for k in suprema])
+    assert (ratio <= 1 + 1e-9).all() and (ratio > 0.2).all(), ratio
+
+
 X = jnp.arange(12.0).reshape(4, 3) / 10
 GROUP = jnp.array([0, 1, 2, 0])
 
@@ -115,6 +151,10 @@ GROUP = jnp.array([0, 1, 2, 0])
         (lambda t: jnp.log(jnp.exp(X @ t)), "identity"),
         (lambda t: jax.nn.softplus(X @ t), "softplus"),
         (lambda t: jax.nn.sigmoid(X @ t), "logistic"),
+        (lambda t: dist.Normal(0, 2).cdf(X @ t), "probit"),
+        (lambda t: jax.scipy.stats.norm.cdf(X @ t, loc=t[0]), "probit"),
+        (lambda t: 0.5 * jax.scipy.special.erf(X @ t), None),
+        (lambda t: 0.4 * jax.scipy.special.ndtr(X @ t), None),
         (lambda t: X[:, 0] + 1, "const"),
         (lambda t: jnp.exp(X @ t) + 1, None),
         (lambda t: jnp.exp(t[0]) * (X @ t), None),
@@ -162,7 +202,7 @@ def regression(x, y, likelihood):
         (lambda eta, s: dist.VonMises(eta, 1.0), r"no bounds for site 'y', the distribution VonM"),
         (lambda eta, s: dist.Bernoulli(logits=s * eta), r"`logits` of site 'y'.*not affine"),
         (lambda eta, s: dist.Poisson(1 + eta**2), r"`rate` of site 'y'.*link exp or softplus"),
-        (lambda eta, s: dist.Normal(eta, s), r"constant `scale` at site 'y'"),
+        (lambda eta, s: dist.Normal(eta, 1 + s), r"constant `scale` at site 'y'"),
     ],
 )
 def test_likelihoods_without_bounds_are_refused_by_site(likelihood, words):
@@ -188,3 +228,23 @@ def test_a_registered_rule_is_used_and_check_finds_a_wrong_one(monkeypatch):
     bounds.register_bounds(dist.Logistic, wrong)
     found = bounds.check(model, *data)
     assert found.max_ratio > 2 and found.num_violations > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "likelihood",
+    [
+        dist.Normal,
+        lambda eta, s: dist.StudentT(4.0, eta, s),
+        lambda eta, s: dist.Bernoulli(probs=dist.Normal().cdf(eta)),
+    ],
+    ids=["normal", "student", "probit"],
+)
+@pytest.mark.parametrize("order", [0, 1, 2])
+def test_bounds_of_models_hold_at_random_points(likelihood, order):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(60, 2))
+    y = rng.normal(size=60)
+    y = np.where(y > 0, 1.0, 0.0) if likelihood(0.0, 1.0).is_discrete else y
+    found = bounds.check(regression, x, y, likelihood, order=order)
+    assert 0.01 < found.max_ratio <= 1 and found.num_violations == 0
