@@ -40,6 +40,11 @@ _INF = math.inf
 
 # the link of a site with a latent scale
 _SCALED = "scaled"
+<<<<<<< HEAD
+=======
+# of a mixture
+_WEIGHTS = "weights"
+>>>>>>> ef5f5f72a56a22189dd27b4010c3d6a7b7643a34
 _EXCEPT = " in another way than as the exponential of an affine function"
 
 
@@ -245,7 +250,41 @@ def register_bounds(distribution: type, rule: Rule) -> None:
 
 def rule_of(distribution: Any) -> Rule | None:
     """The rule for a distribution without wrappers, or `None`."""
+    if isinstance(distribution, dist.MixtureSameFamily):
+        return _mixture(_RULES.get(type(distribution.component_distribution)))
     return _RULES.get(type(distribution))
+
+
+def _mixture(rule: Rule | None) -> Rule | None:
+    """The rule of a mixture of one family of scalars with known weights, from the family's.
+
+    The log density is log sum_k w_k exp(psi_k): a cumulant generating function, in which slopes are
+    means over k, curvatures means and variances. A number between -a and a has a variance of at
+    most a^2, and a third central moment of at most 8 a^3 / (6 sqrt 3).
+    """
+    if rule is None or rule.vector:
+        return None
+
+    def of_mixture(derivatives: Derivatives) -> Derivatives:
+        def bound(fn: Any, y: Array, low: Array, high: Array) -> tuple[Any, Any, Any]:
+            found = derivatives(fn.component_distribution, y[..., None], low, high)
+            first, second, third = (jnp.broadcast_to(k, low.shape).max(-1) for k in found)
+            skewness = 0.769801 * first**3
+            return first, second + first**2, third + 3 * first * second + skewness
+
+        return bound
+
+    links = {link: of_mixture(derivatives) for link, derivatives in rule.derivatives.items()}
+    return Rule(rule.parameter, links, (*rule.constants, _WEIGHTS), vector=True)
+
+
+def _attribute(distribution: Any, name: str) -> Any:
+    """Of a distribution, or of the components of a mixture."""
+    if not isinstance(distribution, dist.MixtureSameFamily):
+        return getattr(distribution, name)
+    if name == _WEIGHTS:
+        return distribution.mixing_distribution.probs
+    return getattr(distribution.component_distribution, name)
 
 
 def known_families() -> set[str]:
@@ -290,7 +329,7 @@ def links(kernel: str, observed: Callable[[Array], Mapping[str, Any]], z: Array)
                 )
             kinds[name] = rule, type(site.distribution).__name__
             for parameter in (rule.parameter, *rule.constants):
-                leaves.append(jnp.asarray(getattr(site.distribution, parameter), float))
+                leaves.append(jnp.asarray(_attribute(site.distribution, parameter), float))
         return leaves
 
     labels = iter(_labels(parameters, z))
@@ -384,7 +423,11 @@ def _predictor(site: Any, link: str) -> Array:
     if link == _SCALED:
         both = getattr(site.distribution, rule.parameter), jnp.log(site.distribution.scale)
         return jnp.stack([jnp.broadcast_to(part, site.shape) for part in both], -1)
+<<<<<<< HEAD
     value = _INVERSE[link](jnp.asarray(getattr(site.distribution, rule.parameter)))
+=======
+    value = _INVERSE[link](jnp.asarray(_attribute(site.distribution, rule.parameter)))
+>>>>>>> ef5f5f72a56a22189dd27b4010c3d6a7b7643a34
     return jnp.broadcast_to(value, site.shape + value.shape[-1:] if rule.vector else site.shape)
 
 

@@ -135,6 +135,38 @@ def test_suprema_with_a_latent_scale(make):
     assert (ratio <= 1 + 1e-9).all() and (ratio > 0.2).all(), ratio
 
 
+def mixture(eta):
+    weights, scales = jnp.array([0.3, 0.7]), jnp.array([0.5, 1.0])
+    return dist.MixtureSameFamily(dist.Categorical(probs=weights), dist.StudentT(4.0, eta, scales))
+
+
+def test_suprema_of_a_mixture():
+    """Against derivatives along lines in the predictors of two components."""
+    values = jnp.array([-2.0, 0.1, 3.0])
+    rule, anywhere = bounds.rule_of(mixture(jnp.zeros(2))), jnp.full((3, 2), INF)
+    suprema = rule.derivatives["identity"](mixture(jnp.zeros(2)), values, -anywhere, anywhere)
+    angles = jnp.linspace(0, jnp.pi, 25)
+    directions = jnp.stack([jnp.cos(angles), jnp.sin(angles)], -1)
+    line = jnp.linspace(-4, 4, 31)
+    points = jnp.stack(jnp.meshgrid(line, line), -1).reshape(-1, 2)
+
+    @jax.jit
+    def largest(y):
+        def along(point, direction):
+            def f(t):
+                return mixture(point + t * direction).log_prob(y)
+
+            first = jax.grad(f)
+            second = jax.grad(first)
+            return jnp.abs(jnp.stack([first(0.0), second(0.0), jax.grad(second)(0.0)]))
+
+        return jax.vmap(jax.vmap(along, (None, 0)), (0, None))(points, directions).max((0, 1))
+
+    found = np.max([largest(y) for y in values], 0)
+    ratio = found / np.array([float(jnp.max(k)) for k in suprema])
+    assert (ratio <= 1 + 1e-9).all() and (ratio > 0.1).all(), ratio
+
+
 X = jnp.arange(12.0).reshape(4, 3) / 10
 GROUP = jnp.array([0, 1, 2, 0])
 
@@ -237,8 +269,9 @@ def test_a_registered_rule_is_used_and_check_finds_a_wrong_one(monkeypatch):
         dist.Normal,
         lambda eta, s: dist.StudentT(4.0, eta, s),
         lambda eta, s: dist.Bernoulli(probs=dist.Normal().cdf(eta)),
+        lambda eta, s: mixture(jnp.stack([eta, eta + 1], -1)),
     ],
-    ids=["normal", "student", "probit"],
+    ids=["normal", "student", "probit", "mixture"],
 )
 @pytest.mark.parametrize("order", [0, 1, 2])
 def test_bounds_of_models_hold_at_random_points(likelihood, order):
