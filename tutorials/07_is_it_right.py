@@ -76,10 +76,11 @@ print(psd_test(wrong))
 # %%
 found = tune(
     lambda h: ULD(problem.model, integrator="ee", step_size=h, friction=2.0),
-    [0.01, 0.03, 0.1, 0.3, 0.9],
+    [0.1, 0.2, 0.4, 0.8],
     problem.model,
     *problem.args,
     **problem.kwargs,
+    num_samples=500,
 )
 print(found)
 

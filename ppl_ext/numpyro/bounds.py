@@ -40,11 +40,8 @@ _INF = math.inf
 
 # the link of a site with a latent scale
 _SCALED = "scaled"
-<<<<<<< HEAD
-=======
 # of a mixture
 _WEIGHTS = "weights"
->>>>>>> ef5f5f72a56a22189dd27b4010c3d6a7b7643a34
 _EXCEPT = " in another way than as the exponential of an affine function"
 
 
@@ -423,11 +420,7 @@ def _predictor(site: Any, link: str) -> Array:
     if link == _SCALED:
         both = getattr(site.distribution, rule.parameter), jnp.log(site.distribution.scale)
         return jnp.stack([jnp.broadcast_to(part, site.shape) for part in both], -1)
-<<<<<<< HEAD
-    value = _INVERSE[link](jnp.asarray(getattr(site.distribution, rule.parameter)))
-=======
     value = _INVERSE[link](jnp.asarray(_attribute(site.distribution, rule.parameter)))
->>>>>>> ef5f5f72a56a22189dd27b4010c3d6a7b7643a34
     return jnp.broadcast_to(value, site.shape + value.shape[-1:] if rule.vector else site.shape)
 
 
