@@ -107,7 +107,7 @@ def exchange_report(run: MCMC, *, lengths: Sequence[int] = (1, 2, 4)) -> Exchang
     >>> exchange_report(mcmc).exact
     True
     """
-    kernel: Any = getattr(run, "sampler", getattr(run, "kernel", None))
+    kernel: Any = getattr(run, "kernel", getattr(run, "sampler", None))
     if not hasattr(kernel, "with_simulations") or not hasattr(run, "get_extra_fields"):
         raise TypeError(
             "exchange_report takes a run of ExchangeMH by numpyro.infer.MCMC or "

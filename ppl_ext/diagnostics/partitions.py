@@ -190,7 +190,7 @@ def predictive_density(mcmc: Any, *args: Any, **kwargs: Any) -> xr.DataArray:
     >>> bool(abs(float(density.sum()) * 0.2 - 1) < 0.01)
     True
     """
-    kernel: Any = getattr(mcmc, "sampler", getattr(mcmc, "kernel", None))
+    kernel: Any = getattr(mcmc, "kernel", getattr(mcmc, "sampler", None))
     if not hasattr(kernel, "predictive_density") or not hasattr(mcmc, "get_extra_fields"):
         raise TypeError(
             "predictive_density takes a finished run of DPSlice, by numpyro.infer.MCMC or "
