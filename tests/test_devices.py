@@ -12,6 +12,7 @@ import pytest
 from numpyro.infer import AIES, HMC, MCMC
 
 from ppl_ext import devices
+from ppl_ext.numpyro import DirichletProcess, DPSlice
 
 
 def model(y):
@@ -148,3 +149,54 @@ def test_the_environment_goes_first(monkeypatch):
         devices.set_host_devices(3)
     with pytest.raises(ValueError, match="`count` must be"):
         devices.set_host_devices(0)
+
+
+# --- data over devices ---------------------------------------------------------------------------
+
+
+def mixture(y):
+    concentration = numpyro.sample("concentration", dist.Gamma(1.0, 1.0))
+
+    def base():
+        tau = numpyro.sample("tau", dist.Gamma(2, 2))
+        return numpyro.sample("mu", dist.Normal(0, (0.1 * tau) ** -0.5)), tau
+
+    process = DirichletProcess("G", concentration, base)
+    with numpyro.plate("data", y.shape[0]):
+        mu, tau = process.draw()
+        numpyro.sample("y", dist.Normal(mu, tau**-0.5), obs=y)
+
+
+def compare_data_over_devices():
+    """Sweeps of points that are split over four devices, and of the same points on one."""
+    y = np.random.default_rng(0).normal(np.repeat([-4.0, 4.0], 32)).astype(np.float32)
+    mesh = jax.sharding.Mesh(jax.devices(), ("points",))
+    over = jax.device_put(y, jax.NamedSharding(mesh, jax.P("points")))
+    runs = []
+    for data in (y, over):
+        mcmc = MCMC(
+            DPSlice(mixture, capacity=32),
+            num_warmup=10,
+            num_samples=20,
+            progress_bar=False,
+            jit_model_args=True,
+        )
+        mcmc.run(jax.random.key(0), data, extra_fields=("labels",))
+        runs.append(mcmc)
+    one, many = runs
+    # each device holds its part
+    assert len(many.last_state.labels.sharding.device_set) == 4
+    np.testing.assert_array_equal(
+        one.get_extra_fields()["labels"], many.get_extra_fields()["labels"]
+    )
+    for name, values in one.get_samples().items():
+        np.testing.assert_allclose(many.get_samples()[name], values, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_dp_slice_takes_data_over_devices():
+    script = "from tests.test_devices import compare_data_over_devices as run; run()"
+    flags = "--xla_force_host_platform_device_count=4"
+    subprocess.run(
+        [sys.executable, "-c", script], check=True, env={**os.environ, "XLA_FLAGS": flags}
+    )
