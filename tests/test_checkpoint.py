@@ -105,7 +105,7 @@ def trees_equal(a, b):
         {"num_chains": 2, "chain_method": "parallel"},
         {"num_chains": 2, "chain_method": jax.vmap},
     ],
-    ids=lambda options: str(options.get("chain_method", list(options))),
+    ids=["one chain", "thinning", "data as arguments", "sequential", "parallel", "a function"],
 )
 def test_draws_are_those_of_mcmc_run(tmp_path, options):
     mcmc = walk(**options)
@@ -131,7 +131,7 @@ def model(y):
 @pytest.mark.parametrize(
     "kernel",
     [
-        partial(HMC, num_steps=3, trajectory_length=None),
+        pytest.param(partial(HMC, num_steps=3, trajectory_length=None), marks=pytest.mark.slow),
         pytest.param(NUTS, marks=pytest.mark.slow),
         pytest.param(ULD, marks=pytest.mark.slow),
     ],

@@ -89,7 +89,7 @@ def test_a_plan_is_printed():
         (dict(num_chains=4, chunk=0), "`chunk` must be"),
         (dict(num_chains=4, kernel=AIES(model)), "chains of AIES depend on each other"),
     ],
-    ids=str,
+    ids=["devices", "uneven", "float64", "dtype", "no chain", "no chunk", "ensemble"],
 )
 def test_bad_plans_are_refused(options, words):
     kernel = options.pop("kernel", None)

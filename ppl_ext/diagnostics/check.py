@@ -304,6 +304,17 @@ def _exact_simulations(run: _Run) -> Answer:
     )
 
 
+def _estimated_bounds(run: _Run) -> Answer:
+    if "estimated_bounds" not in run.stats.attrs:
+        raise _NotCheckedError
+    if not run.stats.attrs["estimated_bounds"]:
+        return None
+    return (
+        "The bounds are estimates (`exact=False`), so that the draws may be off.",
+        "Give `bounds`, or a rule (ppl_ext.numpyro.bounds.register_bounds).",
+    )
+
+
 def _overhead(run: _Run) -> Answer:
     if run.kind != "mixture":
         raise _NotCheckedError
@@ -501,6 +512,7 @@ FLAGS = (
     _Flag("bounds", _bounds, always=True),
     _Flag("simulations", _simulations, always=True),
     _Flag("exactness", _exact_simulations),
+    _Flag("estimated bounds", _estimated_bounds),
     _Flag("overhead", _overhead),
     _Flag("finite", _finite),
     _Flag("moving", _moving, always=True),

@@ -322,7 +322,8 @@ def links(kernel: str, observed: Callable[[Array], Mapping[str, Any]], z: Array)
                 raise UnsupportedModelError(
                     f"{kernel} has no bounds for site '{name}', {what}. Known are "
                     f"{', '.join(sorted(known_families()))}. Add a rule by "
-                    "ppl_ext.numpyro.bounds.register_bounds, or give `bounds`."
+                    "ppl_ext.numpyro.bounds.register_bounds, give `bounds`, or let `exact=False` "
+                    "estimate them."
                 )
             kinds[name] = rule, type(site.distribution).__name__
             for parameter in (rule.parameter, *rule.constants):
@@ -481,15 +482,7 @@ def check(
     kernel = TunaMH(model, order=order, plate=plate, bounds=bounds)
     fit, problem = kernel.fit(*args, **kwargs)
     size = fit.centre.size
-    keys = jax.random.split(jax.random.key(seed), 4)
-    direction = jax.random.normal(keys[0], (num_pairs, 2, size))
-    direction /= jnp.linalg.norm(direction, axis=-1, keepdims=True)
-    # every other pair on one ray
-    ray = jnp.arange(num_pairs)[:, None, None] % 2 == 0
-    direction = jnp.where(ray, direction[:, :1], direction)
-    longest = math.sqrt(size) + 4
-    length = longest * jax.random.uniform(keys[1], (num_pairs, 2, 1)) ** 2
-    pairs = (length * direction).astype(fit.centre.dtype)
+    pairs = _pairs(seed, num_pairs, size, math.sqrt(size) + 4).astype(fit.centre.dtype)
     everything = jnp.arange(problem.size)
     constants = fit.table.bound(everything)
 
@@ -506,6 +499,91 @@ def check(
     largest, datum, broken = jax.lax.map(ratios, pairs)
     worst = int(jnp.argmax(largest))
     return BoundCheck(float(largest[worst]), int(datum[worst]), int(broken.sum()), num_pairs)
+
+
+def _pairs(seed: int, number: int, size: int, radius: Any) -> Array:
+    """Pairs of points in a ball, (number, 2, size): far and near ones, every other on one ray."""
+    keys = jax.random.split(jax.random.key(seed))
+    direction = jax.random.normal(keys[0], (number, 2, size))
+    direction /= jnp.linalg.norm(direction, axis=-1, keepdims=True)
+    ray = jnp.arange(number)[:, None, None] % 2 == 0
+    direction = jnp.where(ray, direction[:, :1], direction)
+    return radius * jax.random.uniform(keys[1], (number, 2, 1)) ** 2 * direction
+
+
+# --- estimates -----------------------------------------------------------------------------------
+
+
+def empirical_bounds(
+    log_terms: Callable[[Array, Array], Array],
+    size: int,
+    order: int,
+    num_pairs: int = 100,
+    factor: float = 2.0,
+) -> Callable[[Array, Array, Array], Array]:
+    """Estimates in the place of bounds: the largest ratios at random pairs, times `factor`.
+
+    Parameters
+    ----------
+    log_terms : callable
+        `log_terms(x, indices)`: log likelihoods of the data in `indices` at x, shape (d,).
+    size : int
+        Number of data N.
+    order : {0, 1, 2}
+        Of the Taylor polynomials at the mode.
+    num_pairs : int
+        Pairs of points in the ball, each with a pass over all data: half of them far and near ones,
+        half neighbours near the rim, where remainders move most.
+    factor : float
+        By how much the estimates are larger than what was seen. In d dimensions a pair seldom
+        points in the direction in which a datum moves most, so that estimates fall short as d
+        grows.
+
+    Returns
+    -------
+    callable
+        `bounds(mode, scale, radius)` as `TunaMH` takes it: shape (N,), infinite for an infinite
+        radius.
+    """
+    # imported here: the kernel's front end imports this module
+    from ppl_ext.kernels.tuna_mh import distance
+
+    everything = jnp.arange(size)
+
+    def remainder(x: Array, mode: Array) -> Array:
+        def along(t: Array) -> Array:
+            return log_terms(mode + t * (x - mode), everything)
+
+        zero = jnp.zeros((), x.dtype)
+        known, derivative = along(zero), along
+        for k in range(1, order + 1):
+            derivative = jax.jacfwd(derivative)
+            known = known + derivative(zero) / math.factorial(k)
+        return log_terms(x, everything) - known
+
+    def bounds(mode: Array, scale: Array, radius: Array) -> Array:
+        here = jnp.where(jnp.isfinite(radius), radius, 1.0)
+        pairs = _pairs(0, num_pairs, mode.size, here).astype(mode.dtype)
+        rim = pairs[num_pairs // 2 :, :1]
+        rim = 0.95 * here * rim / jnp.linalg.norm(rim, axis=-1, keepdims=True)
+        neighbours = jnp.concatenate([rim, rim / 0.95], 1)
+        pairs = jnp.concatenate([pairs[: num_pairs // 2], neighbours])
+
+        def ratios(pair: Array) -> Array:
+            moved = remainder(mode + scale @ pair[0], mode) - remainder(
+                mode + scale @ pair[1], mode
+            )
+            return jnp.abs(moved) / distance(pair[0], pair[1], order)
+
+        largest = jax.lax.fori_loop(
+            0,
+            num_pairs,
+            lambda i, best: jnp.maximum(best, ratios(pairs[i])),
+            jnp.zeros(size, mode.dtype),
+        )
+        return jnp.where(jnp.isfinite(radius), factor * largest, jnp.inf)
+
+    return bounds
 
 
 # --- which values are affine ---------------------------------------------------------------------

@@ -14,9 +14,10 @@ import numpy as np
 from numpyro.infer.gibbs import GIBBS_SITES_KWARG
 from numpyro.infer.initialization import init_to_uniform
 
+from ppl_ext.arguments import check_flag
 from ppl_ext.errors import InitializationError, UnsupportedModelError
 from ppl_ext.kernels.minibatch import Problem
-from ppl_ext.numpyro.bounds import derivative_bounds, links
+from ppl_ext.numpyro.bounds import derivative_bounds, empirical_bounds, links
 from ppl_ext.numpyro.kernel import Kernel
 from ppl_ext.numpyro.starting_point import describe_failure
 from ppl_ext.numpyro.target import as_arrays, at_indices
@@ -99,9 +100,17 @@ class MinibatchKernel(Kernel):
         *,
         plate: str | None,
         bounds: Any,
+        exact: bool,
         init_strategy: Callable[..., Any] | None,
     ) -> None:
         super().__init__(model, init_strategy=init_strategy or init_to_uniform)
+        check_flag(self._name, exact=exact)
+        if not exact and bounds != "auto":
+            raise ValueError(
+                f"{self._name}: `exact=False` estimates the bounds; leave out `bounds`, got "
+                f"{bounds!r}."
+            )
+        self._exact = exact
         if not (plate is None or isinstance(plate, str)):
             raise TypeError(
                 f"{self._name}: `plate` must be the name of a plate, got {type(plate).__name__}."
@@ -119,6 +128,15 @@ class MinibatchKernel(Kernel):
     @property
     def _name(self) -> str:
         return type(self).__name__
+
+    @property
+    @abstractmethod
+    def _order(self) -> int:
+        """Of the Taylor polynomials whose remainders the bounds are of."""
+
+    def run_facts(self, state: Any) -> dict[str, Any]:
+        """Whether the bounds are estimates."""
+        return {"estimated_bounds": int(not self._exact)}
 
     @abstractmethod
     def _make_bounds(self, target: Target, plate: str, size: int, z: Array) -> Bounds:
@@ -174,6 +192,12 @@ class MinibatchKernel(Kernel):
                 "which would take all the data for each draw.",
                 stacklevel=4,
             )
+        if not self._exact:
+            warnings.warn(
+                f"{self._name}: the bounds are estimates (`exact=False`), so that the draws may be "
+                "off; `num_violations` in `sample_stats` counts where a bound did not hold.",
+                stacklevel=4,
+            )
         self._dropped, self._found_plate = frozenset(dropped), plate
         # all that looks at the model as a whole sees all the data
         self._model = at_indices(self._program, plate)
@@ -215,12 +239,15 @@ class MinibatchKernel(Kernel):
         assert bound.log_base is not None and bound.log_likelihood_terms is not None
         base, terms = bound.log_base, bound.log_likelihood_terms
         bounds = self._bounds
-        if isinstance(bounds, str):
+        log_terms = lambda x, indices: terms(bound.unravel(x), plate, indices)  # noqa: E731
+        if not self._exact:
+            bounds = empirical_bounds(log_terms, size, self._order)
+        elif isinstance(bounds, str):
             bounds = self._make_bounds(bound, plate, size, jnp.zeros(target.size))
         return Problem(
             size=size,
             log_base=lambda x: base(bound.unravel(x), plate),
-            log_terms=lambda x, indices: terms(bound.unravel(x), plate, indices),
+            log_terms=log_terms,
             bounds=bounds,
             ravel=bound.ravel,
             unravel=bound.unravel,

@@ -62,6 +62,10 @@ class PoissonMH(MinibatchKernel):
         Take all data outside the ball of the bounds, now and then inside, and always where a
         minibatch would be N and more. Without, the draws are those of the posterior restricted to
         the ball.
+    exact : bool
+        `False`: bounds are estimated from random pairs of points, for likelihoods that have none.
+        The draws may then be off, which the attributes of `sample_stats` say; violations are
+        counted.
     step_size : float, optional
         In posterior standard deviations. `None`: found in warm-up.
     target_accept_prob : float, optional
@@ -130,12 +134,15 @@ class PoissonMH(MinibatchKernel):
         local: float | None = None,
         temperature: float = 1.0,
         fallback: bool = True,
+        exact: bool = True,
         step_size: float | None = None,
         target_accept_prob: float | None = None,
         chunk_size: int = 256,
         init_strategy: Callable[..., Any] | None = None,
     ) -> None:
-        super().__init__(model, plate=plate, bounds=bounds, init_strategy=init_strategy)
+        super().__init__(
+            model, plate=plate, bounds=bounds, exact=exact, init_strategy=init_strategy
+        )
         check_choice("PoissonMH", "proposal", proposal, poisson_mh.PROPOSALS)
         check_positive("PoissonMH", temperature=temperature)
         if lam != "auto":
@@ -168,6 +175,10 @@ class PoissonMH(MinibatchKernel):
         reason = refusal("PoissonMH", target, self._plate)
         if reason is not None:
             raise UnsupportedModelError(reason)
+
+    @property
+    def _order(self) -> int:
+        return 0
 
     def _make_bounds(self, target: Target, plate: str, size: int, z: Array) -> Bounds:
         return self._derivative_bounds(target, plate, size, z, order=0)
@@ -209,8 +220,8 @@ class PoissonMH(MinibatchKernel):
         )
 
     def run_facts(self, state: poisson_mh.State) -> dict[str, Any]:
-        """The temperature."""
-        return {"temperature": self._temperature}
+        """The temperature, and whether the bounds are estimates."""
+        return {**super().run_facts(state), "temperature": self._temperature}
 
     def get_diagnostics_str(self, state: poisson_mh.State) -> str:
         """Acceptance, data drawn and step size, for the progress bar."""

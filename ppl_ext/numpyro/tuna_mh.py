@@ -57,6 +57,10 @@ class TunaMH(MinibatchKernel):
     fallback : bool
         Take all data where a bound does not hold or more than N data would be drawn. Without, the
         draws are those of the posterior restricted to the ball of the bounds.
+    exact : bool
+        `False`: bounds are estimated from random pairs of points, for likelihoods that have none.
+        The draws may then be off, which the attributes of `sample_stats` say; violations are
+        counted.
     delayed : bool
         First accept by the Taylor polynomials alone, and draw data only then.
     step_size : float, optional
@@ -132,6 +136,7 @@ class TunaMH(MinibatchKernel):
         rates: Literal["max", "tuna"] = "max",
         chi: float | Literal["auto"] = "auto",
         fallback: bool = True,
+        exact: bool = True,
         delayed: bool = False,
         step_size: float | None = None,
         target_accept_prob: float | None = None,
@@ -139,7 +144,9 @@ class TunaMH(MinibatchKernel):
         chunk_size: int = 256,
         init_strategy: Callable[..., Any] | None = None,
     ) -> None:
-        super().__init__(model, plate=plate, bounds=bounds, init_strategy=init_strategy)
+        super().__init__(
+            model, plate=plate, bounds=bounds, exact=exact, init_strategy=init_strategy
+        )
         if isinstance(order, bool) or order not in (0, 1, 2):
             raise argument_error("TunaMH", "order", order, "0, 1 or 2")
         check_choice("TunaMH", "proposal", proposal, tuna_mh.PROPOSALS)
@@ -177,6 +184,10 @@ class TunaMH(MinibatchKernel):
         reason = refusal("TunaMH", target, self._plate)
         if reason is not None:
             raise UnsupportedModelError(reason)
+
+    @property
+    def _order(self) -> int:
+        return self._settings.order
 
     def _make_bounds(self, target: Target, plate: str, size: int, z: Array) -> Bounds:
         return self._derivative_bounds(target, plate, size, z, self._settings.order)

@@ -22,8 +22,8 @@ class PoissonMH(TranslatedKernel):
     ----------
     model : callable
         Pyro model as for `TunaMH`.
-    plate, proposal, bounds, lam, local, temperature, fallback, step_size, target_accept_prob, \
-    chunk_size
+    plate, proposal, bounds, lam, local, temperature, fallback, exact, step_size, \
+    target_accept_prob, chunk_size
         As for `ppl_ext.numpyro.PoissonMH`.
     init_strategy : callable, optional
         As for `pyro.infer.NUTS`. `None`: chains start at draws of the Laplace approximation.
@@ -71,6 +71,7 @@ class PoissonMH(TranslatedKernel):
         local: float | None = None,
         temperature: float = 1.0,
         fallback: bool = True,
+        exact: bool = True,
         step_size: float | None = None,
         target_accept_prob: float | None = None,
         chunk_size: int = 256,
@@ -84,6 +85,7 @@ class PoissonMH(TranslatedKernel):
             local=local,
             temperature=temperature,
             fallback=fallback,
+            exact=exact,
             step_size=step_size,
             target_accept_prob=target_accept_prob,
             chunk_size=chunk_size,

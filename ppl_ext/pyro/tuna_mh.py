@@ -25,8 +25,8 @@ class TunaMH(TranslatedKernel):
         the plate: `with pyro.plate("N", N, subsample_size=100) as i:`. The subsample size has no
         meaning here. No latent site inside the plate. The parameters of a datum depend on no other
         datum.
-    plate, bounds, order, proposal, rates, chi, fallback, delayed, step_size, target_accept_prob, \
-    grad_size, chunk_size
+    plate, bounds, order, proposal, rates, chi, fallback, exact, delayed, step_size, \
+    target_accept_prob, grad_size, chunk_size
         As for `ppl_ext.numpyro.TunaMH`.
     init_strategy : callable, optional
         As for `pyro.infer.NUTS`. `None`: chains start at draws of the Laplace approximation.
@@ -73,6 +73,7 @@ class TunaMH(TranslatedKernel):
         rates: Literal["max", "tuna"] = "max",
         chi: float | Literal["auto"] = "auto",
         fallback: bool = True,
+        exact: bool = True,
         delayed: bool = False,
         step_size: float | None = None,
         target_accept_prob: float | None = None,
@@ -88,6 +89,7 @@ class TunaMH(TranslatedKernel):
             rates=rates,
             chi=chi,
             fallback=fallback,
+            exact=exact,
             delayed=delayed,
             step_size=step_size,
             target_accept_prob=target_accept_prob,

@@ -79,6 +79,8 @@ BIASED = dict(uld_integrator="ee")
          "limit 2 times"),
         ("exactness", dict(attrs=dict(exact=0, inexact_sites="site 'g' (ERGM)"), num_overflow=0),
          dict(attrs=dict(exact=1, inexact_sites=""), num_overflow=0), "site 'g'.*exchange_report"),
+        ("estimated bounds", dict(attrs=dict(estimated_bounds=1), num_violations=0),
+         dict(attrs=dict(estimated_bounds=0), num_violations=0), "may be off"),
         ("finite", dict(draws=in_one_draw(np.nan, NORMAL)), {}, "NaN or infinite: mu"),
         ("moving", dict(draws=np.where([[1], [1], [0], [1]], NORMAL, 0.3)), {}, r"chains \[2\]"),
         ("moving", dict(diverging=np.arange(4)[:, None] == 1), dict(diverging=False),
