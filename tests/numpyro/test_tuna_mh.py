@@ -312,7 +312,9 @@ def extremes(x, y):
 
 def test_likelihoods_without_bounds_and_half_of_a_request_are_refused():
     with pytest.raises(UnsupportedModelError, match=r"Gumbel.*`exact=False`"):
-        MCMC(TunaMH(extremes), num_warmup=1, num_samples=1).run(jax.random.key(0), X[:, 0], Y)
+        MCMC(TunaMH(extremes), num_warmup=1, num_samples=1).run(
+            jax.random.key(0), RNG.normal(size=20), RNG.normal(size=20)
+        )
     with pytest.raises(ValueError, match="leave out `bounds`"):
         TunaMH(extremes, exact=False, bounds=lambda mode, scale, radius: 1.0)
 
