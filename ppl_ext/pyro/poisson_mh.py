@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
-from ppl_ext.errors import UnsupportedModelError
 from ppl_ext.numpyro import poisson_mh
 from ppl_ext.numpyro.kernel import Kernel as NumPyroKernel
-from ppl_ext.numpyro.minibatch import Bounds, data_plate, refusal
-from ppl_ext.pyro.translated import TranslatedKernel
-from ppl_ext.target import Target
+from ppl_ext.numpyro.minibatch import Bounds
+from ppl_ext.pyro.minibatch import MinibatchKernel
 
 
-class PoissonMH(TranslatedKernel):
+class PoissonMH(MinibatchKernel):
     """Exact minibatch Metropolis-Hastings whose minibatch shapes the proposal too.
 
     `ppl_ext.numpyro.PoissonMH` for Pyro: the same algorithm, the same options.
@@ -77,8 +75,10 @@ class PoissonMH(TranslatedKernel):
         chunk_size: int = 256,
         init_strategy: Callable[..., Any] | None = None,
     ) -> None:
-        self._plate = plate
-        self._options: dict[str, Any] = dict(
+        super().__init__(
+            model,
+            plate=plate,
+            init_strategy=init_strategy,
             proposal=proposal,
             bounds=bounds,
             lam=lam,
@@ -90,7 +90,6 @@ class PoissonMH(TranslatedKernel):
             target_accept_prob=target_accept_prob,
             chunk_size=chunk_size,
         )
-        super().__init__(model, init_strategy)
 
     def kernel(
         self, model: Callable[..., Any], init_strategy: Callable[..., Any] | None
@@ -98,11 +97,3 @@ class PoissonMH(TranslatedKernel):
         return poisson_mh.PoissonMH(
             model, plate=self._plate, init_strategy=init_strategy, **self._options
         )
-
-    def check_target(self, target: Target) -> None:
-        reason = refusal("PoissonMH", target, self._plate)
-        if reason is not None:
-            raise UnsupportedModelError(reason)
-
-    def data_plate(self, target: Target) -> str:
-        return data_plate("PoissonMH", target, self._plate)

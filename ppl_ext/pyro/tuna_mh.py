@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
-from ppl_ext.errors import UnsupportedModelError
 from ppl_ext.numpyro import tuna_mh
 from ppl_ext.numpyro.kernel import Kernel as NumPyroKernel
-from ppl_ext.numpyro.minibatch import Bounds, data_plate, refusal
-from ppl_ext.pyro.translated import TranslatedKernel
-from ppl_ext.target import Target
+from ppl_ext.numpyro.minibatch import Bounds
+from ppl_ext.pyro.minibatch import MinibatchKernel
 
 
-class TunaMH(TranslatedKernel):
+class TunaMH(MinibatchKernel):
     """Exact minibatch Metropolis-Hastings: about a hundred data a step, whatever their number.
 
     `ppl_ext.numpyro.TunaMH` for Pyro: the same algorithm, the same options.
@@ -81,8 +79,10 @@ class TunaMH(TranslatedKernel):
         chunk_size: int = 256,
         init_strategy: Callable[..., Any] | None = None,
     ) -> None:
-        self._plate = plate
-        self._options: dict[str, Any] = dict(
+        super().__init__(
+            model,
+            plate=plate,
+            init_strategy=init_strategy,
             bounds=bounds,
             order=order,
             proposal=proposal,
@@ -96,7 +96,6 @@ class TunaMH(TranslatedKernel):
             grad_size=grad_size,
             chunk_size=chunk_size,
         )
-        super().__init__(model, init_strategy)
 
     def kernel(
         self, model: Callable[..., Any], init_strategy: Callable[..., Any] | None
@@ -104,11 +103,3 @@ class TunaMH(TranslatedKernel):
         return tuna_mh.TunaMH(
             model, plate=self._plate, init_strategy=init_strategy, **self._options
         )
-
-    def check_target(self, target: Target) -> None:
-        reason = refusal("TunaMH", target, self._plate)
-        if reason is not None:
-            raise UnsupportedModelError(reason)
-
-    def data_plate(self, target: Target) -> str:
-        return data_plate("TunaMH", target, self._plate)

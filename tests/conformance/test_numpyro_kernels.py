@@ -306,6 +306,7 @@ def gibbs_model(y):
     numpyro.sample("y", dist.Normal(shift + k + weights[0], scale), obs=y)
 
 
+@pytest.mark.slow
 @pytest.mark.adaptor
 def test_block_of_gibbs_beside_discrete_gibbs_and_nuts(entry):
     """Against NUTS with the discrete site summed out; 0.15 is 5 MCSE of the slowest site."""

@@ -89,7 +89,7 @@ def test_a_model_must_be_given_and_callable():
     "arguments",
     [
         pytest.param({"integrator": "kbk"}, marks=pytest.mark.slow),
-        {"integrator": "rmm", "precondition": "dense"},
+        pytest.param({"integrator": "rmm", "precondition": "dense"}, marks=pytest.mark.slow),
         pytest.param({"integrator": "obabo", "adjust": "malt"}, marks=pytest.mark.slow),
         {"precondition": None},
         {"step_size": 0.3, "friction": 1.5, "num_steps": 4},

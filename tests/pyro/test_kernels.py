@@ -274,7 +274,8 @@ class Labels(DensityKernel):
         init = lambda key, z, data: State(z, {"x": z["x"]}, jnp.zeros(()))  # noqa: E731
         step = lambda s, data: s._replace(z={"x": s.z["x"] + 0.5, "k": s.z["k"] + 1})  # noqa: E731
         names = ("accept_prob", "mean_accept_prob", "step_size")
-        return Transition(init, step, lambda s: dict.fromkeys(names, jnp.ones(())))
+        fields = lambda s, data: dict.fromkeys(names, jnp.ones(()))  # noqa: E731
+        return Transition(init, step, fields)
 
 
 def test_integer_sites_keep_values_and_dtype():

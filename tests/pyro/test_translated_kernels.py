@@ -154,6 +154,7 @@ def test_chains_one_after_the_other_do_not_compile_again(data):
     assert kernel._compiled is compiled
 
 
+@pytest.mark.slow
 def test_pyros_own_driver_runs_it(data):
     pyro.set_rng_seed(0)
     mcmc = pyro.infer.MCMC(TunaMH(regression), 50, warmup_steps=50, disable_progbar=True)
