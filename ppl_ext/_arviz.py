@@ -143,5 +143,5 @@ def pareto_k(log_weights: Any) -> float:
     values = xr.DataArray(log_weights, dims=["sample"])
     if has_inference_data():
         return float(arviz().psislw(values.values)[1])
-    arviz()  # which registers the accessor
-    return float(values.azstats.psislw(dim="sample")[1])
+    arviz()  # which registers the accessor; it takes log likelihoods, the weights' negatives
+    return float((-values).azstats.psislw(dim="sample")[1])

@@ -3,12 +3,14 @@
 import itertools
 
 import numpy as np
-import pyro
-import pyro.distributions as dist
 import pytest
-import torch
-from pyro.infer import Predictive
 from scipy import stats
+
+torch = pytest.importorskip("torch")
+pyro = pytest.importorskip("pyro")
+
+import pyro.distributions as dist
+from pyro.infer import Predictive
 
 from ppl_ext.errors import UnsupportedModelError
 from ppl_ext.pyro import MCMC, DirichletProcess, DPSlice, PitmanYor

@@ -11,11 +11,12 @@ import jax
 import numpy as np
 import numpyro
 import numpyro.distributions as np_dist
-import pyro
-import pyro.distributions as dist
-import pyro.infer
 import pytest
-import torch
+
+torch = pytest.importorskip("torch")
+pyro = pytest.importorskip("pyro")
+
+import pyro.distributions as dist
 from pyro.infer.autoguide.initialization import init_to_value
 
 import ppl_ext

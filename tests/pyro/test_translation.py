@@ -9,11 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
-import pyro
-import pyro.distributions as dist
 import pytest
-import torch
 from numpyro.infer.util import log_density
+
+torch = pytest.importorskip("torch")
+pyro = pytest.importorskip("pyro")
+
+import pyro.distributions as dist
 from pyro import poutine
 from pyro.infer.autoguide.initialization import InitMessenger, init_to_uniform
 
