@@ -26,7 +26,7 @@ import numpyro.distributions as dist
 from numpyro.infer import MCMC, NUTS
 
 import ppl_ext
-from ppl_ext.diagnostics import check, imh_report, summary
+from ppl_ext.diagnostics import check, imh_report
 from ppl_ext.numpyro import ProximalIMH
 
 # %% [markdown]
@@ -86,9 +86,6 @@ print(imh_report(proximal))
 
 # %%
 print(check(idata))
-
-# %%
-summary(idata, var_names=["theta"])
 
 # %% [markdown]
 # ## Against the two obvious ways

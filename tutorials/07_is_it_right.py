@@ -33,10 +33,10 @@ from ppl_ext.numpyro import ULD
 # %% [markdown]
 # ## A sampler that is off
 #
-# A logistic regression with known draws, from a ULD whose step size is far too large.
+# The eight schools, by NUTS, and by a ULD whose step size is far too large.
 
 # %%
-problem = models.load("nes_logit")
+problem = models.load("eight_schools_noncentered")
 
 
 def run(kernel, **options):
@@ -60,8 +60,8 @@ summary(wrong)
 summary(right)
 
 # %% [markdown]
-# `psd_t` above 4 is a bias that chance does not explain. One test for all coordinates, which allows
-# for the autocorrelation of the draws:
+# R-hat is 1 in both. `psd_t` above 4 is a bias that chance does not explain. One test for all
+# coordinates, which allows for the autocorrelation of the draws:
 
 # %%
 print(psd_test(right))
@@ -76,7 +76,7 @@ print(psd_test(wrong))
 # %%
 found = tune(
     lambda h: ULD(problem.model, integrator="ee", step_size=h, friction=2.0),
-    [0.1, 0.2, 0.4, 0.8],
+    [0.03, 0.1, 0.3, 0.9],
     problem.model,
     *problem.args,
     **problem.kwargs,
