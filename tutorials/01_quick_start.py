@@ -127,5 +127,5 @@ print(psd_test(ppl_ext.to_arviz(nuts)))
 # ## Next
 #
 # [High dimension](06_high_dimension.ipynb) is where ULD is meant for, and [Is it
-# right?](07_is_it_right.ipynb) says more on the Stein check. The pages of the documentation show the
-# kernels for large data, unknown constants and mixtures.
+# right?](07_is_it_right.ipynb) says more on the Stein check. The pages of the documentation show
+# the kernels for large data, unknown constants and mixtures.
