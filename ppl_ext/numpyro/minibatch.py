@@ -138,14 +138,13 @@ class MinibatchKernel(Kernel):
         """Whether the bounds are estimates."""
         return {"estimated_bounds": int(not self._exact)}
 
-    @abstractmethod
-    def _make_bounds(self, target: Target, plate: str, size: int, z: Array) -> Bounds:
-        """Constants of the algorithm's bound from the distributions of the model."""
+    def _check_target(self, target: Target) -> None:
+        reason = refusal(self._name, target, self._plate)
+        if reason is not None:
+            raise UnsupportedModelError(reason)
 
-    def _derivative_bounds(
-        self, target: Target, plate: str, size: int, z: Array, order: int
-    ) -> Bounds:
-        """Bounds on the derivative of order + 1, for `_make_bounds`."""
+    def _make_bounds(self, target: Target, plate: str, size: int, z: Array) -> Bounds:
+        """Bounds on derivatives of one order more, from the distributions of the model."""
 
         def observed(x: Array, indices: Array) -> Any:
             assert target.observed is not None
@@ -156,7 +155,7 @@ class MinibatchKernel(Kernel):
 
         def bounds(mode: Array, scale: Array, radius: Array) -> Array:
             every = lambda x: observed(x, jnp.arange(size))  # noqa: E731
-            return derivative_bounds(every, found, size, order, mode, scale, radius)
+            return derivative_bounds(every, found, size, self._order, mode, scale, radius)
 
         return bounds
 

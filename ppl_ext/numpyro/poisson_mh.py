@@ -16,10 +16,9 @@ from ppl_ext.arguments import (
     check_fraction,
     check_positive,
 )
-from ppl_ext.errors import UnsupportedModelError
 from ppl_ext.kernels import poisson_mh
 from ppl_ext.kernels.minibatch import Problem
-from ppl_ext.numpyro.minibatch import Bounds, MinibatchKernel, refusal
+from ppl_ext.numpyro.minibatch import MinibatchKernel
 from ppl_ext.target import Array, Target
 
 
@@ -171,17 +170,9 @@ class PoissonMH(MinibatchKernel):
         """The arguments that the algorithm reads."""
         return self._settings
 
-    def _check_target(self, target: Target) -> None:
-        reason = refusal("PoissonMH", target, self._plate)
-        if reason is not None:
-            raise UnsupportedModelError(reason)
-
     @property
     def _order(self) -> int:
         return 0
-
-    def _make_bounds(self, target: Target, plate: str, size: int, z: Array) -> Bounds:
-        return self._derivative_bounds(target, plate, size, z, order=0)
 
     def _problem(self, target: Target, model_args: tuple, model_kwargs: dict[str, Any]) -> Problem:
         problem = super()._problem(target, model_args, model_kwargs)

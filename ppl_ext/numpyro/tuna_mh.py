@@ -14,11 +14,10 @@ from ppl_ext.arguments import (
     check_fraction,
     check_positive,
 )
-from ppl_ext.errors import UnsupportedModelError
 from ppl_ext.kernels import tuna_mh
 from ppl_ext.kernels.minibatch import Problem
-from ppl_ext.numpyro.minibatch import Bounds, MinibatchKernel, refusal
-from ppl_ext.target import Array, Target
+from ppl_ext.numpyro.minibatch import Bounds, MinibatchKernel
+from ppl_ext.target import Array
 
 
 class TunaMH(MinibatchKernel):
@@ -180,17 +179,9 @@ class TunaMH(MinibatchKernel):
         """The arguments that the algorithm reads."""
         return self._settings
 
-    def _check_target(self, target: Target) -> None:
-        reason = refusal("TunaMH", target, self._plate)
-        if reason is not None:
-            raise UnsupportedModelError(reason)
-
     @property
     def _order(self) -> int:
         return self._settings.order
-
-    def _make_bounds(self, target: Target, plate: str, size: int, z: Array) -> Bounds:
-        return self._derivative_bounds(target, plate, size, z, self._settings.order)
 
     def _find_fit(self, start: Array, problem: Problem) -> tuna_mh.Fit:
         return tuna_mh.find_fit(start, problem, self._settings)

@@ -104,21 +104,13 @@ class PreparedTranslation:
         assert kernel.model is not None
         self.kernel = kernel
         self.transforms: dict[str, Any] = {}
-        target = Posterior(
-            kernel.model, args, kwargs, None, kernel.init_strategy or init_to_uniform
-        ).target()
+        strategy = kernel.init_strategy
+        posterior = Posterior(kernel.model, args, kwargs, None, strategy or init_to_uniform)
+        target = posterior.target()
         kernel.check_target(target)
         self.translation = Translation(kernel.model, args, kwargs, kernel.data_plate(target))
-        self._start = self._given_start(args, kwargs)
-
-    def _given_start(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Values of the sites by the strategy of the user, if there is one."""
-        strategy, model = self.kernel.init_strategy, self.kernel.model
-        if strategy is None:
-            return {}
-        assert model is not None
-        found = Posterior(model, args, kwargs, None, strategy)
-        return found.values
+        # by the strategy of the user, if there is one
+        self._start = {} if strategy is None else posterior.values
 
     def starts(self, given: Tensors | None, num_chains: int) -> Tensors:
         """Nothing: chains start by themselves."""

@@ -81,7 +81,6 @@ class Process:
     num_points: int
     base: tuple[Step, ...]
     returned: tuple[str, ...]
-    structure: Any
     discount: bool
     position: int
 
@@ -218,6 +217,7 @@ class Translation:
         """Parameters of all distributions at given values of all sites; this is recorded."""
         found: Tensors = {}
         inner: list[Any] = []
+        seen: list[str] = []
 
         def answer(process: Any, plate: str, n: int) -> Any:
             names = self._base_names or tuple(process.atom()[0])
@@ -232,19 +232,13 @@ class Translation:
             for i, leaf in enumerate(leaves):
                 found[f"{process.name}/{i}"] = leaf
                 returned.append(f"{process.name}/{i}")
-            inner.append((process, plate, n, steps, tuple(returned), structure, _seen()))
+            inner.append((process, plate, n, steps, tuple(returned), len(seen)))
             return tree_unflatten([inputs[f"{ATOM}{i}"] for i in range(len(leaves))], structure)
 
-        seen: list[str] = []
-        _seen = lambda: len(seen)  # noqa: E731
         values = {n: x for n, x in inputs.items() if not n.startswith("/")}
         model = _Watch(seen)(poutine.condition(self._pyro_model, values))
         trace = self._trace(model, answer, inputs.get(INDICES))
-        steps = [
-            self._step(name, node, found, name in values)
-            for name, node in trace.nodes.items()
-            if node["type"] == "sample" and not isinstance(node["fn"], _Subsample)
-        ]
+        steps = [self._step(name, node, found, name in values) for name, node in _samples(trace)]
         if describe:
             self._steps = tuple(steps)
             if len(inner) > 1:
@@ -253,17 +247,9 @@ class Translation:
                     f"({[p[0].name for p in inner]}). Draw once, and return all that an atom has "
                     "from `base`."
                 )
-            for p, plate, n, base, returned, structure, position in inner:
-                self._process = Process(
-                    p.name,
-                    plate,
-                    n,
-                    base,
-                    returned,
-                    structure,
-                    p.discount is not None,
-                    position,
-                )
+            for p, plate, n, base, returned, position in inner:
+                discount = p.discount is not None
+                self._process = Process(p.name, plate, n, base, returned, discount, position)
         return found
 
     def _step(self, name: str, node: Any, found: Tensors, given: bool) -> Step:
